@@ -1,0 +1,430 @@
+"""How a client hangs on to a daemon: sockets, the session they share, the mapped arena, and what to do when any of it goes away.
+
+Connects on first use. One outstanding call per socket; threads share a small pool. An idle *anchor* socket keeps the session when a call that
+timed out closes its own, and tells at once when the daemon goes: then the old arena is unmapped as soon as no lease or fill is open on it, and
+only then is the next daemon's mapped (memory never doubles). After a failure the next attempt waits a jittered 50 ms to 1 s; calls in
+between fail at once. After fork the child has no connection, no views and starts afresh. Thread-safe.
+"""
+
+from __future__ import annotations
+
+import array
+import itertools
+import json
+import logging
+import os
+import random
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+
+from kvtier import frames
+from kvtier.arena import POPULATE_STEP, Mapping
+from kvtier.errors import Deadline, KvtierError, NotFound, Unavailable, from_code
+from kvtier.frames import Verb
+from kvtier.v1 import kvtier_pb2 as pb
+
+MAX_SOCKETS = 16  # calls of one client under way at once; more wait within their deadline
+MAX_DEBTS = 4096  # as many ids as a session may have open
+_BACKOFF = (0.05, 1.0)  # seconds: first and longest
+_HELLO_DEADLINE = 1.0
+
+log = logging.getLogger(__name__)
+
+
+class _Socket:
+    """One lane socket after its hello. Not thread-safe: the pool lends it to one call at a time."""
+
+    def __init__(self, path: str, hello: pb.HelloRequest, deadline: float) -> None:
+        """Connects and says hello. Raises Unavailable, Deadline or what the daemon answers. `fd` is the arena's, if it was asked for and given."""
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        self._deadline = 0.0
+        self._requests = itertools.count(1)
+        self.fd: int | None = None
+        try:
+            self._set_deadline(deadline)
+            self.sock.connect(path)
+            pidfd = os.pidfd_open(os.getpid())
+            try:
+                body = frames.pack(Verb.HELLO, 0, int(deadline * 1000), hello.SerializeToString())
+                self.sock.sendmsg([body], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [pidfd]))])
+            finally:
+                os.close(pidfd)
+            self.boot, self.hello = self._read_hello(deadline)
+        except BlockingIOError:
+            self.close()
+            raise Deadline(f"the daemon at {path} did not answer within {deadline:g} s") from None
+        except (OSError, frames.Closed) as error:
+            self.close()
+            raise Unavailable(f"no daemon at {path}: {getattr(error, 'strerror', None) or 'it closed the connection'}") from None
+        except BaseException:
+            self.close()
+            raise
+        self.buffer = memoryview(bytearray(frames.HEADER.size + frames.MAX_BODY))
+
+    def _read_hello(self, deadline: float) -> tuple[int, pb.HelloReply]:
+        data, ancillary, _, _ = self.sock.recvmsg(frames.MAX_HELLO, socket.CMSG_LEN(4), socket.MSG_CMSG_CLOEXEC)
+        for level, kind, payload in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                self.fd = array.array("i", payload[:4])[0]
+        if not data:
+            raise frames.Closed
+        buffer = memoryview(bytearray(frames.HEADER.size + frames.MAX_HELLO))
+        buffer[: len(data)] = data
+        status, _, boot, body = frames.continue_receive(self.sock, buffer, len(data), deadline)
+        if status:
+            raise from_code(status, bytes(body).decode(errors="replace"))
+        return boot, pb.HelloReply.FromString(bytes(body))
+
+    def call(self, verb: int, body: bytes, deadline: float) -> memoryview:
+        """One call. The reply lies in this socket's buffer until its next call. Raises KvtierError as answered (the socket stays good).
+
+        Raises Deadline or Unavailable when the transport failed: the socket must be closed then.
+        """
+        if deadline != self._deadline:
+            self._set_deadline(deadline)
+        request = next(self._requests)
+        try:
+            self.sock.sendall(frames.pack(verb, request, int(deadline * 1000), body))
+            status, answered, _, reply = frames.receive(self.sock, self.buffer, deadline)
+        except (BlockingIOError, TimeoutError, frames.Idle):
+            raise Deadline(f"no answer within {deadline * 1000:g} ms") from None
+        except (OSError, frames.Closed, KvtierError) as error:
+            raise Unavailable(f"the connection broke: {str(error) or 'closed by the daemon'}") from None
+        if answered != request:
+            raise Unavailable("the daemon answered another call")
+        if status:
+            raise _Answered(from_code(status, bytes(reply).decode(errors="replace")))
+        return reply
+
+    def close(self) -> None:
+        """Ends the connection and wakes whoever reads from it."""
+        try:
+            self.sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # not connected
+        self.sock.close()
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+
+    def _set_deadline(self, deadline: float) -> None:
+        frames.set_timeouts(self.sock, deadline, deadline)
+        self._deadline = deadline
+
+
+class _Answered(Exception):
+    """Carries an error that the daemon answered with: the call failed, the socket is fine."""
+
+    def __init__(self, error: KvtierError) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+class Attachment:
+    """One session with one life of a daemon: boot id, session id, mapping. `users` counts open leases and fills on the mapping."""
+
+    def __init__(self, anchor: _Socket) -> None:
+        """Takes over the anchor's file descriptor. Raises Unavailable if the daemon gave none, OSError if it cannot be mapped."""
+        if anchor.fd is None:
+            raise Unavailable("the daemon cannot watch this process (no pidfd), so it does not share its memory: use the gRPC door")
+        fd, anchor.fd = anchor.fd, None
+        self.boot = anchor.boot
+        self.session = anchor.hello.session
+        self.tenant, self.role = anchor.hello.tenant, anchor.hello.role
+        self.mapping = Mapping(fd, anchor.hello.arena_bytes)
+        self.memory = self.mapping.array
+        self.ids = itertools.count(1)
+        self.users = 0
+        self.gone = False
+        self.debts: deque[tuple[int, int]] = deque(maxlen=MAX_DEBTS)  # (verb, id): releases and aborts that got no answer
+        self.anchor = anchor
+        self.idle: deque[_Socket] = deque()
+        self.sockets = {anchor}  # all that are open, lent ones too
+
+
+class Connection:
+    """The attachment of one client, made and remade as needed."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._pid = os.getpid()
+        self._setup()
+        _live.add(self)
+
+    def _setup(self) -> None:
+        self._lock = threading.Condition()
+        self._attachment: Attachment | None = None
+        self._retired: list[Attachment] = []
+        self._drained: deque[bytes] = deque(maxlen=16)  # lost sessions of which no copy is under way any more
+        self._connecting = False
+        self._lent = 0
+        self._failures = 0
+        self._not_before = 0.0
+        self._last_error = ""
+        self._reachable = True
+        self._closed = False
+
+    def attach(self, deadline: float) -> Attachment:
+        """The current attachment, made if need be. Raises Unavailable (at once while backing off), Deadline, or the answer to a hello."""
+        attachment = self._attachment
+        if attachment is not None and not attachment.gone:
+            return attachment
+        until = time.monotonic() + deadline
+        with self._lock:
+            while self._connecting:
+                if not self._lock.wait(until - time.monotonic()):
+                    raise Deadline("another thread is still connecting")
+            if self._attachment is not None and not self._attachment.gone:
+                return self._attachment
+            if self._closed:
+                raise Unavailable("the client is closed")
+            if time.monotonic() < self._not_before:
+                raise Unavailable(self._last_error)
+            if not self._reap():
+                raise Unavailable("views of an earlier daemon's blocks are still held: end these leases first")
+            self._connecting = True
+        try:
+            hello = pb.HelloRequest(protocol=1, map=True, drained=list(self._drained))
+            made = Attachment(anchor := _Socket(self.path, hello, min(_HELLO_DEADLINE, max(0.001, deadline))))
+        except (KvtierError, OSError) as error:
+            self._failed(error)
+            raise error if isinstance(error, KvtierError) else Unavailable(f"cannot map the arena: {error}") from None
+        with self._lock:
+            self._connecting = False
+            self._attachment = made
+            self._drained.clear()
+            self._failures = 0
+            self._lock.notify_all()
+            if not self._reachable:
+                self._reachable = True
+                log.info("kvtier: %s answers again", self.path)
+        threading.Thread(target=_watch, args=(weakref.ref(self), made, anchor), name="kvtier-anchor", daemon=True).start()
+        threading.Thread(target=_populate, args=(weakref.ref(self), made), name="kvtier-populate", daemon=True).start()
+        return made
+
+    def call(self, attachment: Attachment, verb: int, body: bytes, deadline: float) -> bytes:
+        """One call on a socket of this attachment. Raises KvtierError of any kind."""
+        sock, deadline = self._borrow(attachment, deadline)
+        try:
+            reply = bytes(sock.call(verb, body, deadline))
+            if attachment.debts:
+                self._pay(attachment, sock)
+        except _Answered as answered:
+            self._give_back(attachment, sock)
+            raise answered.error from None
+        except BaseException as error:
+            self._give_back(attachment, sock, broken=True)
+            if isinstance(error, Unavailable):
+                self.lost(attachment)
+            raise
+        self._give_back(attachment, sock)
+        return reply
+
+    def finish(self, attachment: Attachment, verb: int, id_: int, deadline: float) -> None:
+        """Releases or aborts an id. Never raises: without an answer it is said again after the next call that works, or the session's end says it."""
+        if attachment.gone:
+            return
+        try:
+            self.call(attachment, verb, pb.Held(id=id_).SerializeToString(), deadline)
+        except (Deadline, Unavailable):
+            attachment.debts.append((verb, id_))
+        except KvtierError:
+            pass  # NotFound: the call that would have opened this id never arrived
+
+    def _pay(self, attachment: Attachment, sock: _Socket) -> None:
+        """Says again what got no answer, on a socket that works. A failure is the caller's: the socket is broken then."""
+        for _ in range(min(len(attachment.debts), 64)):
+            try:
+                verb, id_ = attachment.debts.popleft()
+            except IndexError:
+                return  # another thread was quicker
+            try:
+                sock.call(verb, pb.Held(id=id_).SerializeToString(), _HELLO_DEADLINE)
+            except _Answered:
+                pass  # it never arrived, or was done
+            except KvtierError:
+                attachment.debts.append((verb, id_))
+                raise
+
+    def use(self, attachment: Attachment) -> None:
+        """One more lease or fill reads or writes the mapping. Raises Unavailable if the attachment is gone."""
+        with self._lock:
+            if attachment.gone:
+                raise Unavailable("the daemon went away")
+            attachment.users += 1
+
+    def unuse(self, attachment: Attachment) -> None:
+        """A lease or fill has ended; the last one on a lost attachment unmaps it."""
+        with self._lock:
+            attachment.users -= 1
+            if not attachment.gone or attachment.users or attachment not in self._retired:
+                return
+            self._reap()
+            self._drained.append(attachment.session)
+            closed = self._closed
+        if closed:  # nobody will connect again: say it now, if the daemon is still there
+            try:
+                _Socket(self.path, pb.HelloRequest(protocol=1, drained=[attachment.session]), _HELLO_DEADLINE).close()
+            except KvtierError:
+                pass
+
+    def lost(self, attachment: Attachment) -> None:
+        """The daemon behind this attachment went away, or its session did."""
+        with self._lock:
+            if attachment.gone:
+                return
+            attachment.gone = True
+            if not self._closed:
+                self._reachable = False
+                log.warning("kvtier: the daemon at %s went away; until it is back every lookup is a miss", self.path)
+            if self._attachment is attachment:
+                self._attachment = None
+            self._retired.append(attachment)
+            for sock in (attachment.anchor, *attachment.idle):  # lent ones are closed when they come back
+                sock.close()
+            attachment.idle.clear()
+            self._lock.notify_all()
+            self._reap()
+
+    def close(self) -> None:
+        """Closes sockets and mapping. What is still leased stays pinned until the process ends or its views are gone."""
+        with self._lock:
+            self._closed = True
+            attachment = self._attachment
+        if attachment is not None:
+            self.lost(attachment)
+
+    def _borrow(self, attachment: Attachment, deadline: float) -> tuple[_Socket, float]:
+        """A socket of the pool, or a new one, and what is left of the deadline."""
+        with self._lock:
+            if attachment.idle and not attachment.gone:
+                self._lent += 1
+                return attachment.idle.pop(), deadline
+        until = time.monotonic() + deadline
+        with self._lock:
+            while True:
+                if attachment.gone:
+                    raise Unavailable("the daemon went away")
+                if attachment.idle:
+                    self._lent += 1
+                    return attachment.idle.pop(), max(0.001, until - time.monotonic())
+                if self._lent < MAX_SOCKETS:
+                    self._lent += 1
+                    break
+                if not self._lock.wait(until - time.monotonic()):
+                    raise Deadline(f"all {MAX_SOCKETS} sockets of this client are busy")
+        try:
+            sock = _Socket(self.path, pb.HelloRequest(protocol=1, session=attachment.session), min(_HELLO_DEADLINE, deadline))
+            with self._lock:
+                attachment.sockets.add(sock)
+            return sock, max(0.001, until - time.monotonic())
+        except BaseException as error:
+            self._give_back(attachment, None)
+            if isinstance(error, Unavailable | NotFound):  # NotFound: another daemon took the socket's path
+                self.lost(attachment)
+                raise Unavailable(str(error)) from None
+            raise
+
+    def _give_back(self, attachment: Attachment, sock: _Socket | None, broken: bool = False) -> None:
+        with self._lock:
+            self._lent -= 1
+            if sock is not None:
+                if broken or attachment.gone:
+                    attachment.sockets.discard(sock)
+                    sock.close()
+                else:
+                    attachment.idle.append(sock)
+            self._lock.notify()
+
+    def _failed(self, error: Exception) -> None:
+        first, longest = _BACKOFF
+        with self._lock:
+            self._connecting = False
+            self._failures += 1
+            pause = min(longest, first * 2 ** min(self._failures - 1, 10)) * random.uniform(0.5, 1.0)
+            self._not_before = time.monotonic() + pause
+            self._last_error = str(error)
+            if self._reachable:
+                self._reachable = False
+                log.warning("kvtier: %s; until it is there every lookup is a miss", error)
+            self._lock.notify_all()
+
+    def _reap(self) -> bool:
+        """Unmaps lost attachments that nobody uses. True if none is left. Under the lock."""
+        left = []
+        for attachment in self._retired:
+            if not attachment.users:
+                attachment.__dict__.pop("memory", None)
+            if attachment.users or not attachment.mapping.close():
+                left.append(attachment)
+        self._retired = left
+        return not left
+
+    def _after_fork(self) -> None:
+        """In the child: the parent's sockets are closed here, its mapping is fenced off and never unmapped by us, and nothing is attached."""
+        inherited = [*self._retired, *([self._attachment] if self._attachment else [])]
+        for attachment in inherited:
+            attachment.mapping.guard_after_fork()
+            for sock in attachment.sockets:
+                sock.sock.close()  # only this process's descriptor: the parent's connection lives on
+            attachment.gone = True
+        self._setup()
+        self._pid = os.getpid()
+
+
+def _watch(owner: weakref.ref[Connection], attachment: Attachment, anchor: _Socket) -> None:
+    """Waits on the anchor for the end of the stream. Holds no reference to the connection, so a forgotten client can be collected."""
+    while not attachment.gone:
+        try:
+            if anchor.sock.recv(1):
+                continue  # nothing is ever sent here
+        except BlockingIOError:
+            if owner() is not None:
+                continue
+        except OSError:
+            pass
+        break
+    connection = owner()
+    if connection is not None:
+        connection.lost(attachment)
+    else:
+        anchor.close()
+
+
+def _populate(owner: weakref.ref[Connection], attachment: Attachment) -> None:
+    """Makes page table entries for what the daemon has backed with memory, and follows it until all of it is."""
+    done = 0
+    while not attachment.gone:
+        connection = owner()
+        if connection is None:
+            return
+        try:
+            status = json.loads(pb.StatusReply.FromString(connection.call(attachment, Verb.STATUS, b"", 1.0)).json)
+            ready, total = status["arena_ready_bytes"], status["arena_bytes"]
+            while done < ready and not attachment.gone:
+                connection.use(attachment)
+                try:
+                    attachment.mapping.populate(done, min(POPULATE_STEP, ready - done))
+                finally:
+                    connection.unuse(attachment)
+                done += POPULATE_STEP
+        except (KvtierError, OSError):
+            return  # only a convenience: the copies will fault instead
+        del connection
+        if done >= total:
+            return
+        time.sleep(0.2)
+
+
+_live: weakref.WeakSet[Connection] = weakref.WeakSet()
+
+
+def _fork_children_start_afresh() -> None:
+    for connection in list(_live):
+        connection._after_fork()
+
+
+os.register_at_fork(after_in_child=_fork_children_start_afresh)

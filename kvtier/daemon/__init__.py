@@ -1,0 +1,1 @@
+"""The daemon: configuration, command line and life cycle around the service."""

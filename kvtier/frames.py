@@ -1,0 +1,105 @@
+"""The lane's frames: a header of 24 bytes, then one protobuf message. Both ends use this file.
+
+request  magic u16 | version u8 | verb u8   | length u32 | request id u64 | deadline in ms u64
+reply    magic u16 | version u8 | status u8 | length u32 | request id u64 | boot id u64       (little-endian; status 0 or an error's code)
+
+An error's body is its message as UTF-8. Frames have at most 4 KiB before the hello is answered and 1 MiB after it.
+Sockets are blocking with SO_RCVTIMEO and SO_SNDTIMEO (settimeout() would poll before each call and cost 40 us a pair).
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from enum import IntEnum
+
+from kvtier.errors import Invalid
+
+HEADER = struct.Struct("<HBBIQQ")
+MAGIC, VERSION = 0x764B, 1
+MAX_HELLO = 4096
+MAX_BODY = 1 << 20
+_TIMEVAL = struct.Struct("ll")
+
+
+class Verb(IntEnum):
+    HELLO = 1
+    REGISTER = 2
+    LOOKUP = 3
+    PREFETCH = 4
+    RESERVE = 5
+    SEAL = 6
+    ABORT = 7
+    LEASE = 8
+    RELEASE = 9
+    FLUSH = 10
+    DELETE = 11
+    EXPLAIN = 12
+    STATUS = 13
+
+
+class Closed(Exception):
+    """The peer closed the socket between two frames."""
+
+
+class Idle(Exception):
+    """No byte of a next frame came within the socket's receive timeout."""
+
+
+def set_timeouts(sock: socket.socket, receive: float, send: float) -> None:
+    """Kernel timeouts of a blocking socket, in seconds; what runs into one raises BlockingIOError."""
+    for option, seconds in ((socket.SO_RCVTIMEO, receive), (socket.SO_SNDTIMEO, send)):
+        micros = max(1, int(seconds * 1e6))
+        sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(micros // 1_000_000, micros % 1_000_000))
+
+
+def pack(kind: int, request: int, extra: int, body: bytes) -> bytes:
+    """One frame; `kind` is a verb or a status, `extra` a deadline or a boot id."""
+    return HEADER.pack(MAGIC, VERSION, kind, len(body), request, extra) + body
+
+
+def receive(sock: socket.socket, buffer: memoryview, within: float) -> tuple[int, int, int, memoryview]:
+    """One frame, usually by one recv: (verb or status, request id, deadline or boot id, body). The body lies in `buffer` until the next call.
+
+    Raises Closed or Idle between frames; TimeoutError if a frame that has begun is not whole `within` seconds; ConnectionError if the peer
+    goes away inside one; Invalid for a wrong magic or version, a frame larger than the buffer or bytes after the frame.
+    """
+    try:
+        have = sock.recv_into(buffer)
+    except BlockingIOError:
+        raise Idle from None
+    if not have:
+        raise Closed
+    return continue_receive(sock, buffer, have, within)
+
+
+def continue_receive(sock: socket.socket, buffer: memoryview, have: int, within: float) -> tuple[int, int, int, memoryview]:
+    """The rest of `receive` for a frame whose first `have` bytes are in the buffer."""
+    if have < HEADER.size:
+        have = _receive_until(sock, buffer, have, HEADER.size, time.monotonic() + within)
+    magic, version, kind, length, request, extra = HEADER.unpack_from(buffer)
+    if magic != MAGIC or version != VERSION:
+        raise Invalid(f"not a frame of lane version {VERSION}: it begins with {bytes(buffer[:4]).hex()}")
+    end = HEADER.size + length
+    if end > len(buffer):
+        raise Invalid(f"a frame of {length} bytes; the limit is {len(buffer) - HEADER.size}")
+    if have < end:
+        have = _receive_until(sock, buffer, have, end, time.monotonic() + within)
+    if have > end:
+        raise Invalid("bytes after the frame: one call at a time on a socket")
+    return kind, request, extra, buffer[HEADER.size : end]
+
+
+def _receive_until(sock: socket.socket, buffer: memoryview, have: int, end: int, until: float) -> int:
+    while have < end:
+        if time.monotonic() > until:
+            raise TimeoutError("a frame came too slowly")
+        try:
+            got = sock.recv_into(buffer[have:])
+        except BlockingIOError:
+            raise TimeoutError("a frame stopped half-way") from None
+        if not got:
+            raise ConnectionError("the peer went away inside a frame")
+        have += got
+    return have

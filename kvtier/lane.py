@@ -1,0 +1,278 @@
+"""The lane: the fast path for processes on this host, a Unix socket over which slots travel by reference.
+
+One thread per socket, one outstanding call per socket. The first frame is a hello: it opens or joins a session and hands the arena's file
+descriptor out, if a pidfd of the client can be had (from the kernel, or passed along). Every wait has a limit: 2 s for a hello and
+for the rest of a frame that has begun, 2 s for a client to take its answer. What is malformed is answered by name or closed, and stores nothing.
+"""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import importlib.metadata
+import logging
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from google.protobuf.message import DecodeError
+
+from kvtier import frames
+from kvtier.errors import Invalid, KvtierError, Unavailable
+from kvtier.frames import Verb
+from kvtier.service import HANDLERS, Service
+from kvtier.session import ROLES, Peer, Session
+from kvtier.v1 import kvtier_pb2 as pb
+
+PROTOCOL = 1
+PATIENCE = 2.0  # seconds
+MAX_STRANGERS = 64  # sockets that have not said a valid hello
+MAX_SOCKETS = 2048
+_SO_PEERPIDFD = 77
+_STACK_BYTES = 512 * 1024
+
+log = logging.getLogger(__name__)
+
+
+class Lane:
+    """Listens on `path`. `peers` decides who a connecting process is (uid, gid, pid -> Peer), or raises Denied.
+
+    Raises Unavailable if another daemon serves this path. `start` returns at once; `close` ends all threads within `PATIENCE`.
+    """
+
+    def __init__(self, path: Path, service: Service, peers: Callable[[int, int, int], Peer], mode: int = 0o600) -> None:
+        self._path = path
+        self._service = service
+        self._peers = peers
+        self._lock = threading.Lock()
+        self._sockets: set[socket.socket] = set()
+        self._strangers = 0
+        self._refused = 0
+        self._closing = False
+        self._version = importlib.metadata.version("kvtier")
+        self._guard = self._claim()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            path.unlink(missing_ok=True)  # left by a daemon that is gone: the guard proves it
+            self._listener.bind(str(path))
+            path.chmod(mode)
+            self._listener.listen(128)
+        except OSError as error:
+            self._listener.close()
+            os.close(self._guard)
+            raise Unavailable(f"cannot listen on {path}: {error.strerror}") from None
+        self._acceptor = threading.Thread(target=self._accept, name="lane-accept", daemon=True)
+
+    def start(self) -> None:
+        self._acceptor.start()
+
+    def alive(self) -> bool:
+        """Whether the accepting thread runs."""
+        return self._acceptor.is_alive()
+
+    def close(self) -> None:
+        """Stops accepting, lets calls under way finish, closes every socket and removes the path."""
+        with self._lock:
+            self._closing = True
+            sockets = list(self._sockets)
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._acceptor.join(PATIENCE)
+        self._listener.close()
+        for sock in sockets:
+            try:
+                sock.shutdown(socket.SHUT_RD)  # the thread answers the call it is in, then reads the end of the stream
+            except OSError:
+                pass  # gone already
+        self._path.unlink(missing_ok=True)
+        os.close(self._guard)
+
+    def gauges(self) -> dict[str, int]:
+        with self._lock:
+            return {"lane_sockets": len(self._sockets), "lane_strangers": self._strangers, "lane_refused": self._refused}
+
+    def _claim(self) -> int:
+        """A lock beside the socket that lives as long as this process: a second daemon is refused, a stale socket is not."""
+        guard = os.open(self._path.with_name(self._path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(guard)
+            raise Unavailable(f"another daemon serves {self._path}: stop it, or choose another --socket") from None
+        return guard
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                if self._closing:
+                    return
+                log.warning("accepting on %s failed; trying again", self._path)
+                threading.Event().wait(0.1)  # out of descriptors: let some close
+                continue
+            with self._lock:
+                full = self._strangers >= MAX_STRANGERS or len(self._sockets) >= MAX_SOCKETS or self._closing
+                if not full:
+                    self._strangers += 1
+                    self._sockets.add(sock)
+                self._refused += full
+            if full:
+                sock.close()
+                continue
+            before = threading.stack_size(_STACK_BYTES)
+            try:
+                threading.Thread(target=self._serve, args=(sock,), name="lane", daemon=True).start()
+            except RuntimeError:
+                self._drop(sock, stranger=True)
+                log.warning("no thread for another socket")
+            finally:
+                threading.stack_size(before)
+
+    def _drop(self, sock: socket.socket, stranger: bool) -> None:
+        sock.close()
+        with self._lock:
+            self._sockets.discard(sock)
+            self._strangers -= stranger
+
+    def _serve(self, sock: socket.socket) -> None:
+        session: Session | None = None
+        stranger = True
+        try:
+            frames.set_timeouts(sock, PATIENCE, PATIENCE)
+            session = self._hello(sock)
+            with self._lock:
+                self._strangers -= 1
+            stranger = False
+            self._calls(sock, session)
+        except (OSError, frames.Closed, frames.Idle):
+            pass  # the peer is gone, or said nothing
+        except KvtierError as error:
+            _refuse(sock, error, self._service.boot)
+        except Exception:
+            log.exception("a lane socket failed")
+        finally:
+            self._drop(sock, stranger)
+            if session is not None:
+                self._service.sessions.leave(session)
+
+    def _hello(self, sock: socket.socket) -> Session:
+        """Reads the first frame and answers it. Raises what `frames.receive` raises, and KvtierError for a hello that is refused."""
+        buffer = memoryview(bytearray(frames.HEADER.size + frames.MAX_HELLO))
+        passed = array.array("i")
+        try:
+            data, ancillary, _, _ = sock.recvmsg(len(buffer), socket.CMSG_LEN(4 * 4), socket.MSG_CMSG_CLOEXEC)
+        except BlockingIOError:
+            raise frames.Idle from None
+        try:
+            for level, kind, payload in ancillary:
+                if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                    passed.frombytes(payload[: len(payload) // 4 * 4])
+            request, message = self._read_hello(sock, buffer, data)
+            uid, gid, pid = _credentials(sock)
+            peer = self._peers(uid, gid, pid)
+            pidfd = _pidfd(sock, passed, pid)
+        finally:
+            for fd in passed:
+                os.close(fd)
+        for old in message.drained:
+            self._service.sessions.drained(old, peer)
+        if message.session:
+            if pidfd is not None:
+                os.close(pidfd)
+            session = self._service.sessions.join(message.session, peer)
+        else:
+            session = self._service.sessions.open(peer, pidfd)
+        arena = self._service.store.arena
+        mapped = message.map and (pidfd is not None)
+        reply = pb.HelloReply(session=session.id, tenant=peer.tenant, role=ROLES[peer.role], server=self._version)
+        rights = []
+        if mapped:
+            reply.arena_bytes, reply.ready_bytes = arena.nbytes, arena.ready_bytes
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [arena.fd]))]
+        sock.sendmsg([frames.pack(0, request, self._service.boot, reply.SerializeToString())], rights)
+        return session
+
+    def _read_hello(self, sock: socket.socket, buffer: memoryview, first: bytes) -> tuple[int, pb.HelloRequest]:
+        if not first:
+            raise frames.Closed
+        buffer[: len(first)] = first
+        kind, request, _, body = frames.continue_receive(sock, buffer, len(first), PATIENCE)
+        if kind != Verb.HELLO:
+            raise Invalid(f"the first frame must be a hello, not verb {kind}")
+        try:
+            message = pb.HelloRequest.FromString(bytes(body))
+        except DecodeError:
+            raise Invalid("the hello is not a HelloRequest") from None
+        if message.protocol != PROTOCOL:
+            raise Invalid(f"this daemon speaks lane protocol {PROTOCOL}, not {message.protocol}")
+        if len(message.drained) > 16 or len(message.session) not in (0, 16):
+            raise Invalid("a hello names at most 16 drained sessions, of 16 bytes each")
+        return request, message
+
+    def _calls(self, sock: socket.socket, session: Session) -> None:
+        buffer = memoryview(bytearray(frames.HEADER.size + frames.MAX_BODY))
+        boot = self._service.boot
+        while True:
+            try:
+                verb, request, _, body = frames.receive(sock, buffer, PATIENCE)
+            except frames.Idle:
+                continue
+            except frames.Closed:
+                return
+            handler = HANDLERS.get(verb)
+            undo = 0
+            try:
+                if handler is None:
+                    raise Invalid(f"unknown verb {verb}")
+                session.allow(handler.role)
+                message = handler.request.FromString(body)  # type: ignore[arg-type]
+                reply = handler.call(self._service, session, message).SerializeToString()
+                status = 0
+                if handler.undo:
+                    undo = message.id  # type: ignore[attr-defined]
+            except KvtierError as error:
+                status, reply = error.code, str(error).encode()
+            except DecodeError:
+                status, reply = Invalid.code, f"the body is not the message that verb {verb} takes".encode()
+            except Exception:
+                log.exception("verb %d failed", verb)
+                status, reply = KvtierError.code, b"internal error; see the daemon's log"
+            try:
+                sock.sendall(frames.pack(status, request, boot, reply))
+            except OSError:
+                if undo:
+                    session.undo(undo)
+                return
+
+
+def _refuse(sock: socket.socket, error: KvtierError, boot: int) -> None:
+    try:
+        sock.sendall(frames.pack(error.code, 0, boot, str(error).encode()))
+    except OSError:
+        pass  # nobody listens
+
+
+def _credentials(sock: socket.socket) -> tuple[int, int, int]:
+    """(uid, gid, pid) of the process that connected, as the kernel saw it."""
+    pid, uid, gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return uid, gid, pid
+
+
+def _pidfd(sock: socket.socket, passed: array.array[int], pid: int) -> int | None:
+    """A pidfd of the peer: from the kernel (6.5 and later), else a copy of the one it passed, if that is really the peer's. None: cannot be had."""
+    try:
+        (fd,) = struct.unpack("i", sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4))
+        return int(fd)
+    except OSError:
+        pass
+    for fd in passed:
+        try:
+            info = Path(f"/proc/self/fdinfo/{fd}").read_text()
+        except OSError:
+            continue
+        if any(line.split() == ["Pid:", str(pid)] for line in info.splitlines()):
+            return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 0)
+    return None

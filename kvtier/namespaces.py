@@ -1,0 +1,113 @@
+"""The namespaces the daemon knows: from a handle to a description, and back. Handles are void at a new boot id.
+
+At most 4,096. When all places are taken, one that holds no blocks is forgotten; its clients hear Stale and register again.
+Thread-safe: one small lock, never held around other calls.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvtier.errors import Full, Invalid, Stale
+from kvtier.identity import Description, diff, namespace_digest, parse_description
+from kvtier.layout import Extents, Range
+
+MAX_NAMESPACES = 4096
+_MAX_GEOMETRIES = 4096
+_MAX_EXPLAINED = 64  # youngest namespaces of a model that `explain` compares with; a diff costs about 1 ms
+
+
+@dataclass(slots=True, eq=False)
+class Namespace:
+    """One registered description under one tenant. `digest` (32 bytes) goes into every key."""
+
+    handle: int
+    digest: bytes
+    tenant: str
+    description: Description
+    description_digest: bytes
+    _geometries: dict[tuple[int, int, int, int, int], Extents] = field(default_factory=dict)
+
+    def extents(self, resolved: tuple[int, int, int, int, int]) -> Extents:
+        """Extents of a range given with both ends. Raises Invalid outside the layout. Cached: hashing a layout costs more than a call."""
+        found = self._geometries.get(resolved)
+        if found is None:
+            group, layer_lo, layer_hi, head_lo, head_hi = resolved
+            found = self.description.layout.extents(Range(group, (layer_lo, layer_hi), (head_lo, head_hi)))
+            if len(self._geometries) >= _MAX_GEOMETRIES:
+                self._geometries.clear()
+            self._geometries[resolved] = found
+        return found
+
+
+class Namespaces:
+    """Registry by handle. `in_use` says which handles hold blocks; it is asked only when all places are taken."""
+
+    def __init__(self, in_use: Callable[[], set[int]]) -> None:
+        self._in_use = in_use
+        self._lock = threading.Lock()
+        self._by_handle: dict[int, Namespace] = {}
+        self._by_digest: dict[bytes, Namespace] = {}
+        self._next = 1
+
+    def register(self, raw: bytes, tenant: str) -> Namespace:
+        """The namespace of these canonical bytes under `tenant`, made if need be. Raises Invalid, or Full when all places hold blocks."""
+        description = parse_description(raw)
+        digest = namespace_digest(description, tenant)
+        with self._lock:
+            found = self._by_digest.get(digest)
+            if found is not None:
+                return found
+        busy = self._in_use() if len(self._by_handle) >= MAX_NAMESPACES else set()
+        with self._lock:
+            found = self._by_digest.get(digest)
+            if found is not None:
+                return found
+            if len(self._by_handle) >= MAX_NAMESPACES:
+                spare = next((ns for handle, ns in self._by_handle.items() if handle not in busy), None)
+                if spare is None:
+                    raise Full(f"{MAX_NAMESPACES} namespaces hold blocks; drop some before registering another")
+                del self._by_handle[spare.handle], self._by_digest[spare.digest]
+            made = Namespace(self._next, digest, tenant, description, description.digest)
+            self._next += 1
+            self._by_handle[made.handle] = self._by_digest[digest] = made
+            return made
+
+    def get(self, handle: int, tenant: str) -> Namespace:
+        """The namespace of a handle. Raises Stale for an unknown one, also for another tenant's: whether it exists is not told."""
+        found = self._by_handle.get(handle)
+        if found is None or found.tenant != tenant:
+            raise Stale(f"handle {handle} is not known to this daemon: register the description again")
+        return found
+
+    def all(self) -> list[Namespace]:
+        with self._lock:
+            return list(self._by_handle.values())
+
+    def explain(self, raw: bytes, tenant: str) -> tuple[list[str], bytes]:
+        """How the nearest known namespace of the same model differs from this description: lines and its description digest.
+
+        No lines and a digest: it is known. No lines and b"": no namespace of this model and tenant is known.
+        """
+        live = parse_description(raw)
+        nearest: tuple[int, list[str], bytes] | None = None
+        same_model = [ns for ns in self.all() if ns.tenant == tenant and ns.description.model == live.model]
+        for namespace in same_model[-_MAX_EXPLAINED:]:
+            if namespace.description_digest == live.digest:
+                return [], namespace.description_digest
+            lines = [str(difference) for difference in diff(namespace.description, live)]
+            if nearest is None or len(lines) < nearest[0]:
+                nearest = (len(lines), lines, namespace.description_digest)
+        return ([], b"") if nearest is None else (nearest[1], nearest[2])
+
+
+def check_hashes(raw: bytes, nbytes: int, most: int) -> int:
+    """The number of content hashes in `raw`. Raises Invalid for a broken or too long run."""
+    count, rest = divmod(len(raw), nbytes)
+    if rest:
+        raise Invalid(f"{len(raw)} bytes of hashes are not a multiple of {nbytes}")
+    if count > most:
+        raise Invalid(f"{count} keys in one call; the limit is {most}: split the call")
+    return count

@@ -1,0 +1,353 @@
+"""A client's life with the daemon: what it holds, and what happens to that when it goes.
+
+A session owns the reservations and leases of one Client object; sockets join it. A lease belongs to a session, not to a clock: the daemon holds a
+pidfd of the client's process, and the end of the process returns everything at once. If the last socket closes while the process lives,
+everything it held goes to *limbo*: nothing of it is reused before the process ends, joins again, or says that its copies are done.
+Thread-safe: a lock per session and one for the registry; the store's lock is taken inside a session's, never the other way round.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvtier.errors import Denied, Full, Invalid, NotFound
+from kvtier.namespaces import Namespace
+from kvtier.store import Account, Reservation, Store
+
+MAX_SESSIONS = 1024
+MAX_SOCKETS = 64  # of one session
+MAX_OPEN = 4096  # reservations and leases of one session
+MAX_FINISHED = 4096  # ids remembered, so that repeating seal, abort and release is harmless
+READ, WRITE, ADMIN = range(3)
+ROLES = ("read", "write", "admin")
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Who is at the other end: kernel-checked for Unix sockets, by token elsewhere. pid 0: unknown."""
+
+    tenant: str
+    role: int
+    uid: int = -1
+    pid: int = 0
+
+
+class Session:
+    """One client's reservations and leases, by ids that the client chose."""
+
+    def __init__(self, session_id: bytes, peer: Peer, store: Store) -> None:
+        self.id = session_id
+        self.peer = peer
+        self.sockets = 0
+        self.limbo = False
+        self._store = store
+        self._account: Account = store.account(peer.tenant)
+        self._lock = threading.Lock()
+        self._ended = False
+        self._reservations: dict[int, Reservation] = {}
+        self._leases: dict[int, list[int | None]] = {}  # row per key in the request's order, None once released
+        self._finished: OrderedDict[int, int] = OrderedDict()  # id -> what the last call answered
+
+    def allow(self, role: int) -> None:
+        """Raises Denied if the peer's role is less."""
+        if self.peer.role < role:
+            raise Denied(f"this needs role {ROLES[role]}; tenant {self.peer.tenant} is connected with role {ROLES[self.peer.role]}")
+
+    def reserve(
+        self, id_: int, namespace: Namespace, resolved: tuple[int, int, int, int, int], context: bytes, keys: list[bytes], hashes: list[bytes]
+    ) -> list[int]:
+        """Store.reserve under an id. Offset or PRESENT per key."""
+        self._check_new(id_)
+        reservation, offsets = self._store.reserve(self._account, namespace, resolved, context, keys, hashes)
+        if not reservation.pages:  # everything is present: nothing to seal
+            self._remember(id_, len(keys))
+            return offsets
+        if self._keep(self._reservations, id_, reservation):
+            return offsets
+        self._store.abort(self._account, reservation, range(len(keys)))
+        raise NotFound("the session has ended")
+
+    def seal(self, id_: int, indices: Sequence[int]) -> int:
+        """Makes entries of a reservation visible (all: no indices). Returns how many of these keys are known now. Idempotent."""
+        reservation = self._open(self._reservations, id_)
+        if reservation is None:
+            return self._finished[id_]
+        entries = _entries(indices, len(reservation.rows))
+        try:
+            known = self._store.seal(self._account, reservation, entries)
+        finally:
+            self._finish(self._reservations, id_, reservation.rows)
+        with self._lock:
+            if id_ in self._finished:
+                self._finished[id_] = known
+        return known
+
+    def abort(self, id_: int, indices: Sequence[int]) -> int:
+        """Gives entries of a reservation back (all: no indices). Returns how many slots were freed. Idempotent."""
+        reservation = self._open(self._reservations, id_)
+        if reservation is None:
+            return 0
+        freed = self._store.abort(self._account, reservation, _entries(indices, len(reservation.rows)))
+        self._finish(self._reservations, id_, reservation.rows)
+        return freed
+
+    def lease(self, id_: int, keys: list[bytes]) -> tuple[list[int], int]:
+        """Store.lease under an id: (offsets of the leading part, why it stopped). An empty answer opens nothing."""
+        self._check_new(id_)
+        rows, offsets, stop = self._store.lease(self._account, keys)
+        if not rows:
+            self._remember(id_, 0)
+            return offsets, stop
+        held: list[int | None] = list(rows)
+        if not self._keep(self._leases, id_, held):
+            self._store.release(self._account, list(dict.fromkeys(rows)))
+            raise NotFound("the session has ended")
+        return offsets, stop
+
+    def release(self, id_: int, indices: Sequence[int]) -> int:
+        """Ends a lease, or some of its entries. Returns how many entries were released. Idempotent."""
+        with self._lock:
+            rows = self._leases.get(id_)
+            if rows is None:
+                self._check_finished(id_)
+                return 0
+            if not indices:
+                del self._leases[id_]
+                going = [row for row in rows if row is not None]
+                self._remember_locked(id_, len(going))
+                released = len(going)
+                going = list(dict.fromkeys(going))
+            else:
+                entries = [i for i in dict.fromkeys(_entries(indices, len(rows))) if rows[i] is not None]
+                candidates = dict.fromkeys(row for i in entries if (row := rows[i]) is not None)
+                for i in entries:
+                    rows[i] = None
+                released = len(entries)
+                left = set(rows)
+                going = [row for row in candidates if row not in left]
+                if left == {None}:
+                    del self._leases[id_]
+                    self._remember_locked(id_, released)
+            self._store.release(self._account, going)
+        return released
+
+    def undo(self, id_: int) -> None:
+        """Takes back a reserve or lease whose answer could not be delivered."""
+        with self._lock:
+            reserved, leased = id_ in self._reservations, id_ in self._leases
+        if reserved:
+            self.abort(id_, ())
+        elif leased:
+            self.release(id_, ())
+
+    def end(self) -> None:
+        """Returns everything, once. Later calls of this session fail."""
+        with self._lock:
+            self._ended = True
+            reservations, leases = list(self._reservations.values()), list(self._leases.values())
+            self._reservations.clear()
+            self._leases.clear()
+        for reservation in reservations:
+            self._store.abort(self._account, reservation, range(len(reservation.rows)))
+        for rows in leases:
+            self._store.release(self._account, list(dict.fromkeys(row for row in rows if row is not None)))
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of slots leased and reserved."""
+        return self._account.held
+
+    def holdings(self) -> tuple[Account, dict[int, int], set[int]]:
+        """What `Store.check_integrity` compares: (account, {row: leases}, reserved rows)."""
+        with self._lock:
+            leases: Counter[int] = Counter()
+            for rows in self._leases.values():
+                leases.update({row for row in rows if row is not None})
+            reserved = {row for r in self._reservations.values() for row in r.rows if row is not None}
+            return self._account, dict(leases), reserved
+
+    def _check_new(self, id_: int) -> None:
+        with self._lock:
+            if self._ended:
+                raise NotFound("the session has ended")
+            if not 0 < id_ < 2**64 or id_ in self._reservations or id_ in self._leases or id_ in self._finished:
+                raise Invalid(f"id {id_} is 0 or was used before in this session")
+            if len(self._reservations) + len(self._leases) >= MAX_OPEN:
+                raise Full(f"full, retry: the session has {MAX_OPEN} reservations and leases open")
+
+    def _keep(self, table: dict[int, T], id_: int, held: T) -> bool:
+        with self._lock:
+            if not self._ended:
+                table[id_] = held
+            return not self._ended
+
+    def _open(self, table: dict[int, T], id_: int) -> T | None:
+        """The open entry of an id, None for a finished one. Raises NotFound for one that never was."""
+        with self._lock:
+            found = table.get(id_)
+            if found is None:
+                self._check_finished(id_)
+            return found
+
+    def _check_finished(self, id_: int) -> None:
+        if id_ not in self._finished:
+            raise NotFound(f"id {id_} was not given in this session, or was finished long ago")
+
+    def _finish(self, table: dict[int, Reservation], id_: int, rows: Sequence[int | None]) -> None:
+        with self._lock:
+            if id_ in table and all(row is None for row in rows):
+                del table[id_]
+                self._remember_locked(id_, 0)
+
+    def _remember(self, id_: int, answer: int) -> None:
+        with self._lock:
+            self._remember_locked(id_, answer)
+
+    def _remember_locked(self, id_: int, answer: int) -> None:
+        self._finished[id_] = answer
+        if len(self._finished) > MAX_FINISHED:
+            self._finished.popitem(last=False)
+
+
+def _entries(indices: Sequence[int], size: int) -> Sequence[int]:
+    if not indices:
+        return range(size)
+    if any(not 0 <= i < size for i in indices):
+        raise Invalid(f"an index is outside the {size} entries of this id")
+    return list(dict.fromkeys(indices))
+
+
+class Sessions:
+    """All sessions of a daemon, and the thread that waits for the end of their processes."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._by_id: dict[bytes, Session] = {}
+        self._by_pidfd: dict[int, Session] = {}
+        self._pidfds: dict[bytes, int] = {}
+        self._poll = select.epoll()
+        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._poll.register(self._wake_read, select.EPOLLIN)
+        self._watcher = threading.Thread(target=self._watch, name="pidfd-watch", daemon=True)
+        self._watcher.start()
+
+    def open(self, peer: Peer, pidfd: int | None) -> Session:
+        """A new session. Takes over `pidfd`; without one (inline transfer only) the last socket's end is the session's end."""
+        session = Session(os.urandom(16), peer, self._store)
+        with self._lock:
+            if len(self._by_id) >= MAX_SESSIONS:
+                if pidfd is not None:
+                    os.close(pidfd)
+                raise Full(f"full, retry: {MAX_SESSIONS} sessions are open")
+            self._by_id[session.id] = session
+            session.sockets = 1
+            if pidfd is not None:
+                self._by_pidfd[pidfd] = session
+                self._pidfds[session.id] = pidfd
+                self._poll.register(pidfd, select.EPOLLIN)
+        return session
+
+    def join(self, session_id: bytes, peer: Peer) -> Session:
+        """One more socket of a session, of the same user and process; brings it back from limbo. Raises NotFound, Denied or Full."""
+        with self._lock:
+            session = self._find(session_id, peer)
+            if session.sockets >= MAX_SOCKETS:
+                raise Full(f"full, retry: the session has {MAX_SOCKETS} sockets")
+            session.sockets += 1
+            session.limbo = False
+            return session
+
+    def leave(self, session: Session) -> None:
+        """A socket closed. The last one ends the session, or sends what it holds to limbo while its process lives."""
+        with self._lock:
+            session.sockets -= 1
+            if session.sockets or session.id not in self._by_id:
+                return
+            if session.held_bytes and session.id in self._pidfds:
+                session.limbo = True
+                return
+            self._forget(session)
+        session.end()
+
+    def drained(self, session_id: bytes, peer: Peer) -> None:
+        """The client says that no copy of an earlier session of its process is still under way: it leaves limbo."""
+        with self._lock:
+            try:
+                session = self._find(session_id, peer)
+            except NotFound:
+                return
+            if session.sockets:
+                return
+            self._forget(session)
+        session.end()
+
+    def gauges(self) -> dict[str, int]:
+        with self._lock:
+            sessions = list(self._by_id.values())
+        return {
+            "sessions": len(sessions),
+            "sockets": sum(s.sockets for s in sessions),
+            "limbo_sessions": sum(s.limbo for s in sessions),
+            "limbo_bytes": sum(s.held_bytes for s in sessions if s.limbo),
+            "held_bytes": sum(s.held_bytes for s in sessions),
+        }
+
+    def check_integrity(self) -> None:
+        """Asserts that sessions and store agree. Only exact while no call is under way."""
+        with self._lock:
+            sessions = list(self._by_id.values())
+        self._store.check_integrity([session.holdings() for session in sessions])
+
+    def alive(self) -> bool:
+        """Whether the thread that waits for processes runs."""
+        return self._watcher.is_alive()
+
+    def close(self) -> None:
+        """Ends the watcher; sessions stay as they are."""
+        os.write(self._wake_write, b"x")
+        self._watcher.join(5)
+        self._poll.close()
+        for fd in (self._wake_read, self._wake_write, *self._by_pidfd):
+            os.close(fd)
+
+    def _find(self, session_id: bytes, peer: Peer) -> Session:
+        session = self._by_id.get(session_id)
+        if session is None:
+            raise NotFound("no such session")
+        if (session.peer.uid, session.peer.pid) != (peer.uid, peer.pid):
+            raise Denied("the session belongs to another user or process")
+        return session
+
+    def _forget(self, session: Session) -> None:
+        del self._by_id[session.id]
+        session.limbo = False
+        pidfd = self._pidfds.pop(session.id, None)
+        if pidfd is not None:
+            del self._by_pidfd[pidfd]
+            self._poll.unregister(pidfd)
+            os.close(pidfd)
+
+    def _watch(self) -> None:
+        while True:
+            for fd, _ in self._poll.poll():
+                if fd == self._wake_read:
+                    return
+                with self._lock:
+                    session = self._by_pidfd.get(fd)
+                    if session is None:
+                        continue
+                    self._forget(session)
+                try:
+                    session.end()
+                except Exception:  # a fault of ours in one session must not keep the others' slots
+                    log.exception("returning what a dead process held failed")

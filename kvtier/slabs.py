@@ -1,0 +1,155 @@
+"""Which slots exist and which of them are free. A slab is a run of bytes that belongs to one slot size at a time.
+
+Slots are named by their page: offset in the arena / 4 KiB. Slot sizes are exact (block rounded up to 4 KiB), so users need not know them;
+slabs move between sizes when they hold nothing, or after the store has emptied one (`drain`). Holds no data, does no I/O.
+Not thread-safe: the store holds its lock around every call.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvtier.errors import Full, Invalid
+from kvtier.layout import SLOT_ALIGN
+
+SLAB_BYTES = 64 * 2**20 + 256 * 2**10  # 64 blocks of 1 MiB with their headers: 64 * (1 MiB + 4 KiB)
+MIN_SLABS = 8  # of a small arena: its slabs shrink, so that several block sizes still find room
+MAX_CLASSES = 255
+
+
+@dataclass(slots=True)
+class SizeClass:
+    """One slot size. `free` is a stack of pages in slabs of this class; `slabs` are their numbers."""
+
+    index: int
+    slot_bytes: int
+    free: array[int] = field(default_factory=lambda: array("I"))
+    slabs: set[int] = field(default_factory=set)
+
+
+class Slabs:
+    """The slots of an arena.
+
+    arena_bytes   capacity; only whole slabs are used (`usable_bytes`)
+    """
+
+    def __init__(self, arena_bytes: int) -> None:
+        slab = SLAB_BYTES if arena_bytes >= MIN_SLABS * SLAB_BYTES else arena_bytes // MIN_SLABS
+        self.slab_bytes = slab // SLOT_ALIGN * SLOT_ALIGN
+        if self.slab_bytes == 0:
+            raise Invalid(f"an arena needs at least {MIN_SLABS * SLOT_ALIGN} bytes, not {arena_bytes}")
+        self.slab_pages = self.slab_bytes // SLOT_ALIGN
+        self.count = arena_bytes // self.slab_bytes
+        self.usable_bytes = self.count * self.slab_bytes
+        self.used = array("I", bytes(4 * self.count))  # slots taken, by slab
+        self.classes: dict[int, SizeClass] = {}  # by slot size
+        self._by_index: list[SizeClass | None] = [None] * (MAX_CLASSES + 1)
+        self._pool = list(range(self.count - 1, -1, -1))  # slabs without a class; the lowest goes first (it is prefaulted first)
+        self._owner: list[SizeClass | None] = [None] * self.count
+
+    def size_class(self, slot_bytes: int) -> SizeClass:
+        """The class of this slot size, made on first use. Raises Invalid if a slab is too small for it, Full if there are too many sizes."""
+        found = self.classes.get(slot_bytes)
+        if found is not None:
+            return found
+        if slot_bytes > self.slab_bytes:
+            raise Invalid(
+                f"a block of {slot_bytes} bytes does not fit a slab of {self.slab_bytes}: "
+                f"make the arena larger (at least {MIN_SLABS * slot_bytes} bytes) or the blocks smaller"
+            )
+        index = next((i for i in range(1, MAX_CLASSES + 1) if self._by_index[i] is None), 0)
+        if not index:
+            spare = next((c for c in self.classes.values() if not any(self.used[s] for s in c.slabs)), None)
+            if spare is None:
+                raise Full(f"blocks of {MAX_CLASSES} different sizes are stored; no more sizes can be taken at once")
+            index = spare.index
+            self._drop_class(spare)
+        made = SizeClass(index, slot_bytes)
+        self.classes[slot_bytes] = self._by_index[index] = made
+        return made
+
+    def by_index(self, index: int) -> SizeClass:
+        found = self._by_index[index]
+        assert found is not None
+        return found
+
+    def take(self, size: SizeClass, n: int) -> array[int]:
+        """Up to `n` free slots: from the class's slabs, then from slabs without a class, then from empty slabs of other classes."""
+        while len(size.free) < n and (self._pool or self._reclaim(size)):
+            self._adopt(size, self._pool.pop())
+        n = min(n, len(size.free))
+        cut = len(size.free) - n
+        pages = size.free[cut:]
+        del size.free[cut:]
+        used, per = self.used, self.slab_pages
+        for page in pages:
+            used[page // per] += 1
+        return pages
+
+    def give(self, page: int) -> None:
+        """A slot is free again."""
+        slab = page // self.slab_pages
+        owner = self._owner[slab]
+        assert owner is not None and self.used[slab] > 0, f"page {page} was not taken"
+        self.used[slab] -= 1
+        owner.free.append(page)
+
+    def release_slab(self, slab: int) -> None:
+        """Takes an empty slab from its class. The store empties it first."""
+        owner = self._owner[slab]
+        assert owner is not None and self.used[slab] == 0
+        first = slab * self.slab_pages
+        free = np.frombuffer(owner.free, np.uint32)
+        kept = free[(free < first) | (free >= first + self.slab_pages)]
+        owner.free = array("I", kept.tobytes())
+        owner.slabs.discard(slab)
+        self._owner[slab] = None
+        self._pool.append(slab)
+
+    def taken_bytes(self) -> int:
+        """Bytes of all taken slots, their padding included."""
+        return sum(size.slot_bytes * sum(self.used[slab] for slab in size.slabs) for size in self.classes.values())
+
+    def check_integrity(self, taken: dict[int, int]) -> None:
+        """`taken` is the ledger's view: page -> slot bytes. Asserts that both agree and that every slot is either free or taken, once."""
+        seen = dict(taken)
+        for size in self.classes.values():
+            assert self._by_index[size.index] is size
+            pages = set(size.free)
+            assert len(pages) == len(size.free), "a slot is free twice"
+            per_slab = self.slab_bytes // size.slot_bytes
+            step = size.slot_bytes // SLOT_ALIGN
+            for slab in size.slabs:
+                assert self._owner[slab] is size
+                slots = {slab * self.slab_pages + i * step for i in range(per_slab)}
+                mine = {page for page in slots if page in seen}
+                assert all(seen.pop(page) == size.slot_bytes for page in mine), "a slot of the wrong size"
+                assert not mine & pages and mine | (pages & slots) == slots, f"slab {slab}: a slot is lost or doubled"
+                assert len(mine) == self.used[slab], f"slab {slab}: {self.used[slab]} counted, {len(mine)} taken"
+        assert not seen, "slots taken outside any slab"
+        assert sorted(self._pool + [s for c in self.classes.values() for s in c.slabs]) == list(range(self.count))
+
+    def _adopt(self, size: SizeClass, slab: int) -> None:
+        first, step = slab * self.slab_pages, size.slot_bytes // SLOT_ALIGN
+        slots = self.slab_bytes // size.slot_bytes
+        size.free.extend(range(first + (slots - 1) * step, first - 1, -step))
+        size.slabs.add(slab)
+        self._owner[slab] = size
+
+    def _reclaim(self, for_: SizeClass) -> bool:
+        for size in self.classes.values():
+            if size is not for_ and len(size.free) * size.slot_bytes + size.slot_bytes > self.slab_bytes:  # only then can a slab be empty
+                slab = next((slab for slab in size.slabs if not self.used[slab]), None)
+                if slab is not None:
+                    self.release_slab(slab)
+                    return True
+        return False
+
+    def _drop_class(self, size: SizeClass) -> None:
+        for slab in list(size.slabs):
+            self.release_slab(slab)
+        del self.classes[size.slot_bytes]
+        self._by_index[size.index] = None

@@ -1,0 +1,1 @@
+"""Generated from proto/kvtier/v1/kvtier.proto by `make proto`. Do not edit."""

@@ -1,0 +1,181 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Stop(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    END: _ClassVar[Stop]
+    MISS: _ClassVar[Stop]
+    COLD: _ClassVar[Stop]
+    CAP: _ClassVar[Stop]
+    NO_TIER: _ClassVar[Stop]
+END: Stop
+MISS: Stop
+COLD: Stop
+CAP: Stop
+NO_TIER: Stop
+
+class HelloRequest(_message.Message):
+    __slots__ = ("protocol", "session", "map", "drained")
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    MAP_FIELD_NUMBER: _ClassVar[int]
+    DRAINED_FIELD_NUMBER: _ClassVar[int]
+    protocol: int
+    session: bytes
+    map: bool
+    drained: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, protocol: _Optional[int] = ..., session: _Optional[bytes] = ..., map: bool = ..., drained: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class HelloReply(_message.Message):
+    __slots__ = ("session", "arena_bytes", "ready_bytes", "tenant", "role", "server")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    ARENA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    READY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    session: bytes
+    arena_bytes: int
+    ready_bytes: int
+    tenant: str
+    role: str
+    server: str
+    def __init__(self, session: _Optional[bytes] = ..., arena_bytes: _Optional[int] = ..., ready_bytes: _Optional[int] = ..., tenant: _Optional[str] = ..., role: _Optional[str] = ..., server: _Optional[str] = ...) -> None: ...
+
+class RegisterRequest(_message.Message):
+    __slots__ = ("description",)
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    description: bytes
+    def __init__(self, description: _Optional[bytes] = ...) -> None: ...
+
+class RegisterReply(_message.Message):
+    __slots__ = ("handle", "namespace", "description")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    namespace: bytes
+    description: bytes
+    def __init__(self, handle: _Optional[int] = ..., namespace: _Optional[bytes] = ..., description: _Optional[bytes] = ...) -> None: ...
+
+class Keys(_message.Message):
+    __slots__ = ("handle", "group", "layer_lo", "layer_hi", "head_lo", "head_hi", "context", "hashes", "id", "nbytes")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    LAYER_LO_FIELD_NUMBER: _ClassVar[int]
+    LAYER_HI_FIELD_NUMBER: _ClassVar[int]
+    HEAD_LO_FIELD_NUMBER: _ClassVar[int]
+    HEAD_HI_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    group: int
+    layer_lo: int
+    layer_hi: int
+    head_lo: int
+    head_hi: int
+    context: bytes
+    hashes: bytes
+    id: int
+    nbytes: int
+    def __init__(self, handle: _Optional[int] = ..., group: _Optional[int] = ..., layer_lo: _Optional[int] = ..., layer_hi: _Optional[int] = ..., head_lo: _Optional[int] = ..., head_hi: _Optional[int] = ..., context: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., id: _Optional[int] = ..., nbytes: _Optional[int] = ...) -> None: ...
+
+class Slots(_message.Message):
+    __slots__ = ("offset", "stop")
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    offset: _containers.RepeatedScalarFieldContainer[int]
+    stop: Stop
+    def __init__(self, offset: _Optional[_Iterable[int]] = ..., stop: _Optional[_Union[Stop, str]] = ...) -> None: ...
+
+class Held(_message.Message):
+    __slots__ = ("id", "index")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    index: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, id: _Optional[int] = ..., index: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Count(_message.Message):
+    __slots__ = ("n", "stop")
+    N_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    n: int
+    stop: Stop
+    def __init__(self, n: _Optional[int] = ..., stop: _Optional[_Union[Stop, str]] = ...) -> None: ...
+
+class Run(_message.Message):
+    __slots__ = ("group", "layer_lo", "layer_hi", "head_lo", "head_hi", "hashes")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    LAYER_LO_FIELD_NUMBER: _ClassVar[int]
+    LAYER_HI_FIELD_NUMBER: _ClassVar[int]
+    HEAD_LO_FIELD_NUMBER: _ClassVar[int]
+    HEAD_HI_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    group: int
+    layer_lo: int
+    layer_hi: int
+    head_lo: int
+    head_hi: int
+    hashes: bytes
+    def __init__(self, group: _Optional[int] = ..., layer_lo: _Optional[int] = ..., layer_hi: _Optional[int] = ..., head_lo: _Optional[int] = ..., head_hi: _Optional[int] = ..., hashes: _Optional[bytes] = ...) -> None: ...
+
+class LookupRequest(_message.Message):
+    __slots__ = ("handle", "context", "run", "bitmap")
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    BITMAP_FIELD_NUMBER: _ClassVar[int]
+    handle: int
+    context: bytes
+    run: _containers.RepeatedCompositeFieldContainer[Run]
+    bitmap: bool
+    def __init__(self, handle: _Optional[int] = ..., context: _Optional[bytes] = ..., run: _Optional[_Iterable[_Union[Run, _Mapping]]] = ..., bitmap: bool = ...) -> None: ...
+
+class LookupReply(_message.Message):
+    __slots__ = ("known", "warm", "bitmap")
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    WARM_FIELD_NUMBER: _ClassVar[int]
+    BITMAP_FIELD_NUMBER: _ClassVar[int]
+    known: _containers.RepeatedScalarFieldContainer[int]
+    warm: _containers.RepeatedScalarFieldContainer[int]
+    bitmap: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, known: _Optional[_Iterable[int]] = ..., warm: _Optional[_Iterable[int]] = ..., bitmap: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class ExplainRequest(_message.Message):
+    __slots__ = ("description",)
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    description: bytes
+    def __init__(self, description: _Optional[bytes] = ...) -> None: ...
+
+class ExplainReply(_message.Message):
+    __slots__ = ("line", "nearest")
+    LINE_FIELD_NUMBER: _ClassVar[int]
+    NEAREST_FIELD_NUMBER: _ClassVar[int]
+    line: _containers.RepeatedScalarFieldContainer[str]
+    nearest: bytes
+    def __init__(self, line: _Optional[_Iterable[str]] = ..., nearest: _Optional[bytes] = ...) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ("check_integrity",)
+    CHECK_INTEGRITY_FIELD_NUMBER: _ClassVar[int]
+    check_integrity: bool
+    def __init__(self, check_integrity: bool = ...) -> None: ...
+
+class StatusReply(_message.Message):
+    __slots__ = ("json",)
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    json: str
+    def __init__(self, json: _Optional[str] = ...) -> None: ...
+
+class Empty(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
