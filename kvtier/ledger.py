@@ -10,7 +10,7 @@ Not thread-safe: the store holds its lock around every call.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -62,64 +62,63 @@ class Ledger:
 
     def reserve(self, pages: Sequence[int], keys: Sequence[bytes], nbytes: int, slot: int, size: int, namespace: int) -> list[int]:
         """New rows for these slots of `slot` bytes in size class `size`: counted, not yet known."""
-        rows = []
-        for page, key in zip(pages, keys, strict=True):
-            if not self._free:
-                self._grow(_GROW)
-            row = self._free.pop()
-            self.state[row] = RESERVED
-            self.size[row] = size
-            self.page[row] = page
-            self.nbytes[row] = nbytes
-            self.slot[row] = slot
-            self.namespace[row] = namespace
-            self._keys[row] = key
-            rows.append(row)
+        n = len(keys)
+        if len(self._free) < n:
+            self._grow(max(_GROW, n))
+        cut = len(self._free) - n
+        rows = self._free[cut:].tolist()
+        del self._free[cut:]
+        state, sizes, page_of, nbytes_of, slot_of, namespaces, key_of = (
+            self.state, self.size, self.page, self.nbytes, self.slot, self.namespace, self._keys,
+        )  # fmt: skip
+        for row, page, key in zip(rows, pages, keys, strict=True):
+            state[row] = RESERVED
+            sizes[row] = size
+            page_of[row] = page
+            nbytes_of[row] = nbytes
+            slot_of[row] = slot
+            namespaces[row] = namespace
+            key_of[row] = key
         return rows
 
     def seal(self, rows: Sequence[int]) -> list[bool]:
         """Makes reserved rows known, youngest first row. False where the key is already known: that row stays reserved."""
-        self._tick += 1
         sealed = []
-        for row in reversed(rows):  # the tail is linked first, so it is older than its head
-            assert self.state[row] == RESERVED
-            key = self._keys[row]
-            if self._shards[key[0]].setdefault(key, row) != row:
+        won = []
+        state, keys, shards = self.state, self._keys, self._shards
+        for row in rows:
+            assert state[row] == RESERVED
+            key = keys[row]
+            if shards[key[0]].setdefault(key, row) == row:
+                state[row] = SEALED
+                won.append(row)
+                sealed.append(True)
+            else:
                 sealed.append(False)
-                continue
-            self.state[row] = SEALED
-            self.known += 1
-            self._link(row)
-            sealed.append(True)
-        sealed.reverse()
+        self.known += len(won)
+        self._link(won)
         return sealed
 
-    def lease(self, rows: Iterable[int]) -> int:
+    def lease(self, rows: Sequence[int]) -> int:
         """One more holder for each of these sealed rows (each given once). Returns the bytes of slots that nobody held before."""
-        fresh = 0
-        leases, slot = self.leases, self.slot
+        leases = self.leases
+        idle = [row for row in rows if not leases[row]]
         for row in rows:
-            if not leases[row]:
-                self._unlink(row)
-                fresh += slot[row]
             leases[row] += 1
-        return fresh
+        self._unlink(idle)
+        return sum(map(self.slot.__getitem__, idle))
 
     def release(self, rows: Sequence[int]) -> tuple[int, list[int]]:
         """One holder less. Returns the bytes of slots that nobody holds now, and the doomed rows among them: nobody needs these any more."""
-        self._tick += 1
-        idle, doomed = 0, []
-        leases, slot = self.leases, self.slot
-        for row in reversed(rows):  # the tail is linked first, so it is older than its head
+        leases, state = self.leases, self.state
+        for row in rows:
             assert leases[row] > 0
             leases[row] -= 1
-            if not leases[row]:
-                idle += slot[row]
-                if self.state[row] == SEALED:
-                    self._link(row)
-                else:
-                    doomed.append(row)
-        return idle, doomed
+        idle = [row for row in rows if not leases[row]]
+        sealed = [row for row in idle if state[row] == SEALED]
+        self._link(sealed)
+        doomed = [row for row in idle if state[row] != SEALED] if len(sealed) < len(idle) else []
+        return sum(map(self.slot.__getitem__, idle)), doomed
 
     def oldest(self, size: int) -> int | None:
         """Tick of the oldest unleased block of a size class, None if there is none."""
@@ -135,19 +134,21 @@ class Ledger:
             row = after[row]
         return rows
 
-    def forget(self, row: int) -> int:
-        """Drops an unleased row, sealed, reserved or doomed. Returns its page; the row is void."""
-        state = self.state[row]
-        assert state != FREE and not self.leases[row]
-        if state == SEALED:
-            self._unlink(row)
-            key = self._keys[row]
-            del self._shards[key[0]][key]
-            self.known -= 1
-        self._keys[row] = b""
-        self.state[row] = FREE
-        self._free.append(row)
-        return self.page[row]
+    def forget(self, rows: Sequence[int]) -> list[int]:
+        """Drops unleased rows, sealed, reserved or doomed. Returns their pages; the rows are void."""
+        state, leases, keys, shards = self.state, self.leases, self._keys, self._shards
+        sealed = [row for row in rows if state[row] == SEALED]
+        self._unlink(sealed)
+        for row in sealed:
+            key = keys[row]
+            del shards[key[0]][key]
+        self.known -= len(sealed)
+        for row in rows:
+            assert state[row] != FREE and not leases[row]
+            state[row] = FREE
+            keys[row] = b""
+        self._free.extend(rows)
+        return list(map(self.page.__getitem__, rows))
 
     def doom(self, row: int) -> None:
         """A leased row leaves the index at once; `release` hands it back."""
@@ -239,19 +240,23 @@ class Ledger:
         self._keys.extend([b""] * rows)
         self._free.extend(range(first + rows - 1, max(first, _FIRST) - 1, -1))
 
-    def _link(self, row: int) -> None:
-        """Puts a row at the young end of its list."""
-        head, prev, after = self.size[row], self._prev, self._next
-        last = prev[head]
-        after[last] = row
-        prev[row] = last
-        after[row] = head
-        prev[head] = row
-        self.age[row] = self._tick
-        self.idle[head] += 1
+    def _link(self, rows: Sequence[int]) -> None:
+        """Puts rows at the young end of their lists, the last first: a tail is always older than its head."""
+        self._tick += 1
+        tick, prev, after, sizes, ages, idle = self._tick, self._prev, self._next, self.size, self.age, self.idle
+        for row in reversed(rows):
+            head = sizes[row]
+            last = prev[head]
+            after[last] = prev[head] = row
+            prev[row] = last
+            after[row] = head
+            ages[row] = tick
+            idle[head] += 1
 
-    def _unlink(self, row: int) -> None:
-        before, after = self._prev[row], self._next[row]
-        self._next[before] = after
-        self._prev[after] = before
-        self.idle[self.size[row]] -= 1
+    def _unlink(self, rows: Sequence[int]) -> None:
+        prev, after, sizes, idle = self._prev, self._next, self.size, self.idle
+        for row in rows:
+            before, next_ = prev[row], after[row]
+            after[before] = next_
+            prev[next_] = before
+            idle[sizes[row]] -= 1

@@ -8,6 +8,7 @@ Not thread-safe: the store holds its lock around every call.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -89,13 +90,15 @@ class Slabs:
             used[page // per] += 1
         return pages
 
-    def give(self, page: int) -> None:
-        """A slot is free again."""
-        slab = page // self.slab_pages
-        owner = self._owner[slab]
-        assert owner is not None and self.used[slab] > 0, f"page {page} was not taken"
-        self.used[slab] -= 1
-        owner.free.append(page)
+    def give(self, pages: Iterable[int]) -> None:
+        """Slots are free again."""
+        used, owners, per = self.used, self._owner, self.slab_pages
+        for page in pages:
+            slab = page // per
+            owner = owners[slab]
+            assert owner is not None and used[slab] > 0, f"page {page} was not taken"
+            used[slab] -= 1
+            owner.free.append(page)
 
     def release_slab(self, slab: int) -> None:
         """Takes an empty slab from its class. The store empties it first."""

@@ -157,8 +157,7 @@ class Store:
             sealed = self._ledger.seal(rows)
             losers = [row for row, won in zip(rows, sealed, strict=True) if not won]
             self._close(account, reservation, good)
-            for row in losers:
-                self._free(row)
+            self._free(losers)
             self.counters.sealed_blocks += len(rows) - len(losers)
             self.counters.sealed_bytes += (len(rows) - len(losers)) * reservation.nbytes
             self.counters.already_blocks += len(losers)
@@ -173,8 +172,7 @@ class Store:
         with self._lock:
             rows = [row for i in indices if (row := reservation.rows[i]) is not None]
             self._close(account, reservation, indices)
-            for row in rows:
-                self._free(row)
+            self._free(rows)
             self.counters.aborted_blocks += len(rows)
         return len(rows)
 
@@ -223,18 +221,16 @@ class Store:
             account.held -= sum(map(self._ledger.slot.__getitem__, rows))
             idle, doomed = self._ledger.release(rows)
             account.tenant.held -= idle
-            for row in doomed:
-                self._free(row)
+            self._free(doomed)
 
     def delete(self, keys: list[bytes]) -> int:
         """Forgets these blocks now; a leased one's slot is freed after its last lease. Returns how many were known. Reservations are untouched."""
         with self._lock:
             rows = list(dict.fromkeys(row for row in self._ledger.find_each(keys) if row is not None))
-            for row in rows:
-                if self._ledger.leases[row]:
-                    self._ledger.doom(row)
-                else:
-                    self._free(row)
+            leased = [row for row in rows if self._ledger.leases[row]]
+            for row in leased:
+                self._ledger.doom(row)
+            self._free([row for row in rows if not self._ledger.leases[row]])
             self.counters.deleted_blocks += len(rows)
         return len(rows)
 
@@ -318,8 +314,7 @@ class Store:
         pages = self._slabs.take(size, n)
         while len(pages) < n:
             if not self._make_room(size, n - len(pages)):
-                for page in pages:
-                    self._slabs.give(page)
+                self._slabs.give(pages)
                 self.counters.full += 1
                 raise Full("full, retry: everything in the arena is leased or reserved")
             pages += self._slabs.take(size, n - len(pages))
@@ -331,30 +326,28 @@ class Store:
         oldest = {c.index: age for c in self._slabs.classes.values() if (age := ledger.oldest(c.index)) is not None}
         while (giver := policy.source(size.index, oldest)) is not None:
             if giver == size.index:
-                victims = ledger.victims(giver, n)
-                for row in victims:
-                    self._evict(row)
+                self._evict(ledger.victims(giver, n))
                 return True
             slab = policy.slab_to_empty(ledger.slab_ages(giver, self._slabs.slab_pages))
             if slab is not None:
                 pages = self._slabs.slab_pages
-                for row in ledger.rows_of_slab(giver, slab * pages, pages):
-                    self._evict(row)
+                self._evict(ledger.rows_of_slab(giver, slab * pages, pages))
                 self._slabs.release_slab(slab)
                 self.counters.drained_slabs += 1
                 return True
             del oldest[giver]  # something is in use in each of its slabs
         return False
 
-    def _evict(self, row: int) -> None:
-        self.counters.evicted_blocks += 1
-        self.counters.evicted_bytes += self._ledger.nbytes[row]
-        self._free(row)
+    def _evict(self, rows: Sequence[int]) -> None:
+        self.counters.evicted_blocks += len(rows)
+        self.counters.evicted_bytes += sum(map(self._ledger.nbytes.__getitem__, rows))
+        self._free(rows)
 
-    def _free(self, row: int) -> None:
+    def _free(self, rows: Sequence[int]) -> None:
         if self._poison:
-            self.arena.poison(self._ledger.page[row] * SLOT_ALIGN, self._slot_bytes(row))
-        self._slabs.give(self._ledger.forget(row))
+            for row in rows:
+                self.arena.poison(self._ledger.page[row] * SLOT_ALIGN, self._slot_bytes(row))
+        self._slabs.give(self._ledger.forget(rows))
 
     def _close(self, account: Account, reservation: Reservation, indices: Sequence[int]) -> None:
         """Takes entries out of a reservation and its accounts."""
