@@ -37,6 +37,12 @@ class Verb(IntEnum):
     DELETE = 11
     EXPLAIN = 12
     STATUS = 13
+    LIST = 14
+    SHOW = 15
+    DIFF = 16
+    DROP = 17
+    PIN = 18
+    UNPIN = 19
 
 
 class Closed(Exception):

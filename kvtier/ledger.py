@@ -35,6 +35,7 @@ class Ledger:
         self.nbytes = array("I")  # of the block
         self.slot = array("I")  # bytes of the slot
         self.namespace = array("I")  # handle
+        self.checksum = array("Q")  # xxh3-64 of the block, 0 while nobody has computed it
         self.age = array("Q")  # tick of the last use
         self._prev = array("I")
         self._next = array("I")
@@ -79,6 +80,7 @@ class Ledger:
             slot_of[row] = slot
             namespaces[row] = namespace
             key_of[row] = key
+            self.checksum[row] = 0
         return rows
 
     def seal(self, rows: Sequence[int]) -> list[bool]:
@@ -190,6 +192,12 @@ class Ledger:
         nbytes = np.bincount(inverse, np.frombuffer(self.nbytes, np.uint32)[sealed], minlength=len(unique))
         return {int(h): (int(b), int(n)) for h, b, n in zip(unique, blocks, nbytes, strict=True)}
 
+    def rows_of_namespace(self, namespace: int, most: int) -> list[int]:
+        """Up to `most` sealed rows of a namespace."""
+        mine = (np.frombuffer(self.namespace, np.uint32) == namespace) & (np.frombuffer(self.state, np.uint8) == SEALED)
+        found: list[int] = np.flatnonzero(mine)[:most].tolist()
+        return found
+
     def handles(self) -> set[int]:
         """Handles of all namespaces that hold a row, sealed or not."""
         taken = np.frombuffer(self.state, np.uint8) != FREE
@@ -235,7 +243,19 @@ class Ledger:
 
     def _grow(self, rows: int) -> None:
         first = len(self.state)
-        for column in (self.state, self.size, self.leases, self.page, self.nbytes, self.slot, self.namespace, self.age, self._prev, self._next):
+        for column in (
+            self.state,
+            self.size,
+            self.leases,
+            self.page,
+            self.nbytes,
+            self.slot,
+            self.namespace,
+            self.checksum,
+            self.age,
+            self._prev,
+            self._next,
+        ):
             column.frombytes(bytes(rows * column.itemsize))
         self._keys.extend([b""] * rows)
         self._free.extend(range(first + rows - 1, max(first, _FIRST) - 1, -1))

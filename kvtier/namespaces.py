@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvtier.errors import Full, Invalid, Stale
+from kvtier.errors import Full, Invalid, NotFound, Stale
 from kvtier.identity import Description, diff, namespace_digest, parse_description
 from kvtier.layout import Extents, Range
 
@@ -28,6 +28,7 @@ class Namespace:
     tenant: str
     description: Description
     description_digest: bytes
+    dropped: bool = False
     _geometries: dict[tuple[int, int, int, int, int], Extents] = field(default_factory=dict)
 
     def extents(self, resolved: tuple[int, int, int, int, int]) -> Extents:
@@ -81,6 +82,25 @@ class Namespaces:
         if found is None or found.tenant != tenant:
             raise Stale(f"handle {handle} is not known to this daemon: register the description again")
         return found
+
+    def drop(self, namespace: Namespace) -> None:
+        """Forgets a namespace: its handle is void and what is reserved under it can no longer be sealed. Its blocks are the store's business."""
+        with self._lock:
+            namespace.dropped = True
+            self._by_handle.pop(namespace.handle, None)
+            self._by_digest.pop(namespace.digest, None)
+
+    def named(self, name: str, tenant: str | None) -> Namespace:
+        """The namespace whose description or namespace digest begins with `name` (hex), of one tenant or of any (None). Raises Invalid, NotFound."""
+        if not (4 <= len(name) <= 64 and set(name) <= set("0123456789abcdef")):
+            raise Invalid(f"{name[:80]!r} is not the beginning of a digest: write 4 to 64 lower-case hex digits (`kvtier namespaces` lists them)")
+        mine = [ns for ns in self.all() if tenant is None or ns.tenant == tenant]
+        found = [ns for ns in mine if ns.description_digest.hex().startswith(name) or ns.digest.hex().startswith(name)]
+        if not found:
+            raise NotFound(f"no namespace begins with {name}: `kvtier namespaces` lists what is there")
+        if len(found) > 1:
+            raise Invalid(f"{len(found)} namespaces begin with {name}: write more digits, or the namespace digest if they are of different tenants")
+        return found[0]
 
     def all(self) -> list[Namespace]:
         with self._lock:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 SESSION_SHARE = 0.25  # of the arena, that one session may hold leased and reserved
+PIN_SHARE = 0.10  # of the arena, that operators may pin
 TENANT_SHARE = 0.50  # of the arena, that all sessions of one tenant may hold
 
 

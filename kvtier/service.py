@@ -1,13 +1,15 @@
 """The verbs as messages: what a request means, checked against every limit, and the answer. The same for the lane and for gRPC.
 
 A method takes a session and a request and returns the reply; errors are raised as `kvtier.errors`. Keys are derived here, outside any lock.
-Thread-safe: it holds no state of its own.
+Thread-safe: of its own it holds only the pins, under a lock of theirs.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +18,14 @@ from google.protobuf.message import Message
 
 from kvtier.errors import Invalid
 from kvtier.frames import Verb
-from kvtier.identity import NO_CONTEXT, derive_keys
+from kvtier.identity import NO_CONTEXT, derive_keys, diff
 from kvtier.namespaces import Namespace, check_hashes
-from kvtier.session import ADMIN, READ, WRITE, Session, Sessions
-from kvtier.store import MAX_KEYS, NO_TIER, Store
+from kvtier.session import ADMIN, READ, WRITE, Peer, Session, Sessions
+from kvtier.store import CAP, MAX_KEYS, MISS, NO_TIER, Store
 from kvtier.v1 import kvtier_pb2 as pb
 
 MAX_RUNS = 256
+log = logging.getLogger(__name__)
 
 
 class Service:
@@ -31,6 +34,10 @@ class Service:
     def __init__(self, store: Store, sessions: Sessions) -> None:
         self.store = store
         self.sessions = sessions
+        self._pin_lock = threading.Lock()
+        self._pinners: dict[str, Session] = {}  # by tenant: the daemon's own sessions, whose leases are the pins
+        self._pins: dict[tuple[str, bytes], tuple[Session, int]] = {}  # (tenant, key) -> the lease that pins it
+        self._next_pin = 0
         self.boot = int.from_bytes(os.urandom(8), "little") | 1
 
     def register(self, session: Session, request: pb.RegisterRequest) -> pb.RegisterReply:
@@ -65,7 +72,7 @@ class Service:
 
     def reserve(self, session: Session, request: pb.Keys) -> pb.Slots:
         namespace = self.store.namespaces.get(request.handle, session.peer.tenant)
-        resolved = _range(request)
+        resolved = range_of(request)
         expected = namespace.extents(resolved).block_bytes
         if request.nbytes != expected:
             raise Invalid(f"blocks of this namespace and range have {expected} bytes, not {request.nbytes}")
@@ -103,6 +110,68 @@ class Service:
             self.sessions.check_integrity()
         return pb.StatusReply(json=json.dumps(self.report()))
 
+    def list_namespaces(self, session: Session, request: pb.ListRequest) -> pb.ListReply:
+        blocks = self.store.blocks_by_namespace()
+        return pb.ListReply(namespace=[_info(ns, blocks) for ns in self.store.namespaces.all() if _visible(ns, session)])
+
+    def show_namespace(self, session: Session, request: pb.ShowRequest) -> pb.ShowReply:
+        namespace = self._named(session, request.name)
+        return pb.ShowReply(info=_info(namespace, self.store.blocks_by_namespace()), description=namespace.description.canonical)
+
+    def diff_namespaces(self, session: Session, request: pb.DiffRequest) -> pb.ExplainReply:
+        stored, live = self._named(session, request.stored), self._named(session, request.live)
+        return pb.ExplainReply(line=map(str, diff(stored.description, live.description)), nearest=stored.description_digest)
+
+    def drop_namespace(self, session: Session, request: pb.DropRequest) -> pb.Count:
+        namespace = self._named(session, request.name)
+        with self._pin_lock:
+            for (tenant, key), (pins, id_) in list(self._pins.items()):
+                if tenant == namespace.tenant and self.store.belongs(key, namespace):
+                    pins.release(id_, ())
+                    del self._pins[tenant, key]
+        dropped = self.store.drop(namespace)
+        log.info("namespace %s of tenant %s was dropped with %d blocks", namespace.description_digest.hex()[:16], namespace.tenant, dropped)
+        return pb.Count(n=dropped)
+
+    def pin(self, session: Session, request: pb.Keys) -> pb.Count:
+        """Keeps the leading known blocks from eviction until `unpin`: leases of the daemon's own. At most a tenth of the arena."""
+        namespace = self.store.namespaces.get(request.handle, session.peer.tenant)
+        keys = _keys(namespace, request, request.context)
+        tenant = session.peer.tenant
+        pinned = 0
+        with self._pin_lock:
+            for key in keys:
+                if (tenant, key) not in self._pins:
+                    if self._pinned_bytes() + namespace.extents(range_of(request)).slot_bytes > self.store.pin_cap:
+                        return pb.Count(n=pinned, stop=CAP)  # type: ignore[arg-type]
+                    pins = self._pinners.get(tenant)
+                    if pins is None:
+                        pins = self._pinners[tenant] = self.sessions.open(Peer(tenant, ADMIN), None)
+                    self._next_pin += 1
+                    if not pins.lease(self._next_pin, [key])[0]:
+                        return pb.Count(n=pinned, stop=MISS)  # type: ignore[arg-type]
+                    self._pins[tenant, key] = (pins, self._next_pin)
+                pinned += 1
+        return pb.Count(n=pinned)
+
+    def unpin(self, session: Session, request: pb.Keys) -> pb.Count:
+        namespace = self.store.namespaces.get(request.handle, session.peer.tenant)
+        keys = _keys(namespace, request, request.context)
+        freed = 0
+        with self._pin_lock:
+            for key in keys:
+                held = self._pins.pop((session.peer.tenant, key), None)
+                if held is not None:
+                    held[0].release(held[1], ())
+                    freed += 1
+        return pb.Count(n=freed)
+
+    def _named(self, session: Session, name: str) -> Namespace:
+        return self.store.namespaces.named(name, None if session.peer.role >= ADMIN else session.peer.tenant)
+
+    def _pinned_bytes(self) -> int:
+        return sum(pins.held_bytes for pins in self._pinners.values())
+
     def report(self) -> dict[str, Any]:
         """Gauges and counters as one flat object."""
         counters = self.store.counters
@@ -110,6 +179,8 @@ class Service:
         return {
             "boot": f"{self.boot:016x}",
             "pid": os.getpid(),
+            "pinned_blocks": len(self._pins),
+            "pinned_bytes": self._pinned_bytes(),
             "namespaces": len(self.store.namespaces.all()),
             **self.store.gauges(),
             **self.sessions.gauges(),
@@ -140,16 +211,39 @@ HANDLERS: dict[int, Handler] = {
     Verb.DELETE: Handler(pb.Keys, WRITE, Service.delete),
     Verb.EXPLAIN: Handler(pb.ExplainRequest, READ, Service.explain),
     Verb.STATUS: Handler(pb.StatusRequest, READ, Service.status),
+    Verb.LIST: Handler(pb.ListRequest, READ, Service.list_namespaces),
+    Verb.SHOW: Handler(pb.ShowRequest, READ, Service.show_namespace),
+    Verb.DIFF: Handler(pb.DiffRequest, READ, Service.diff_namespaces),
+    Verb.DROP: Handler(pb.DropRequest, ADMIN, Service.drop_namespace),
+    Verb.PIN: Handler(pb.Keys, ADMIN, Service.pin),
+    Verb.UNPIN: Handler(pb.Keys, ADMIN, Service.unpin),
 }
 
 
-def _range(request: pb.Keys | pb.Run) -> tuple[int, int, int, int, int]:
+def _visible(namespace: Namespace, session: Session) -> bool:
+    return session.peer.role >= ADMIN or namespace.tenant == session.peer.tenant
+
+
+def _info(namespace: Namespace, blocks: dict[int, tuple[int, int]]) -> pb.NamespaceInfo:
+    n, nbytes = blocks.get(namespace.handle, (0, 0))
+    return pb.NamespaceInfo(
+        namespace=namespace.digest,
+        description=namespace.description_digest,
+        tenant=namespace.tenant,
+        model=namespace.description.model,
+        revision=namespace.description.revision,
+        blocks=n,
+        bytes=nbytes,
+    )
+
+
+def range_of(request: pb.Keys | pb.Run) -> tuple[int, int, int, int, int]:
     return (request.group, request.layer_lo, request.layer_hi, request.head_lo, request.head_hi)
 
 
 def _keys(namespace: Namespace, request: pb.Keys | pb.Run, context: bytes) -> list[bytes]:
     """Checks range, context and hashes of a request and derives its keys."""
-    resolved = _range(request)
+    resolved = range_of(request)
     namespace.extents(resolved)  # refuses a range outside the layout
     nbytes = namespace.description.hashing.nbytes
     check_hashes(request.hashes, nbytes, MAX_KEYS)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from kvtier.block import digest
 from kvtier.errors import Denied, Full, Invalid, NotFound
 from kvtier.namespaces import Namespace
 from kvtier.store import Account, Reservation, Store
@@ -76,14 +77,14 @@ class Session:
         self._store.abort(self._account, reservation, range(len(keys)))
         raise NotFound("the session has ended")
 
-    def seal(self, id_: int, indices: Sequence[int]) -> int:
+    def seal(self, id_: int, indices: Sequence[int], checksums: Sequence[int] | None = None) -> int:
         """Makes entries of a reservation visible (all: no indices). Returns how many of these keys are known now. Idempotent."""
         reservation = self._open(self._reservations, id_)
         if reservation is None:
             return self._finished[id_]
         entries = _entries(indices, len(reservation.rows))
         try:
-            known = self._store.seal(self._account, reservation, entries)
+            known = self._store.seal(self._account, reservation, entries, checksums)
         finally:
             self._finish(self._reservations, id_, reservation.rows)
         with self._lock:
@@ -139,6 +140,16 @@ class Session:
                     self._remember_locked(id_, released)
             self._store.release(self._account, going)
         return released
+
+    def checksum(self, id_: int, index: int, block: memoryview) -> int:
+        """The digest of an entry of an open lease, whose bytes are `block`: from the ledger, else computed once and kept there."""
+        row = self._leases[id_][index]
+        assert row is not None
+        known = self._store.checksums([row])[0]
+        if not known:
+            known = digest(block)
+            self._store.learn_checksum(row, known)
+        return known
 
     def undo(self, id_: int) -> None:
         """Takes back a reserve or lease whose answer could not be delivered."""

@@ -25,6 +25,7 @@ from kvtier.slabs import SizeClass, Slabs
 
 PRESENT = 2**64 - 1
 MAX_KEYS = 16_384
+_DROP_STEP = 2048  # blocks forgotten in one hold of the lock: about 5 ms
 END, MISS, COLD, CAP, NO_TIER = range(5)  # why an answer stopped; the numbers of `Stop` in the proto
 
 
@@ -48,6 +49,7 @@ class Account:
 class Reservation:
     """Slots taken for a writer. `rows[i]` is None where key i was present already or entry i is finished."""
 
+    namespace: Namespace
     nbytes: int
     rows: list[int | None]
     pages: list[int]
@@ -92,6 +94,7 @@ class Store:
         self.namespaces = Namespaces(self._handles_in_use)
         self.capacity = self._slabs.usable_bytes
         self.session_cap = int(self.capacity * policy.SESSION_SHARE)
+        self.pin_cap = int(self.capacity * policy.PIN_SHARE)
         self.tenant_cap = int(self.capacity * policy.TENANT_SHARE)
 
     def account(self, tenant: str) -> Account:
@@ -121,7 +124,7 @@ class Store:
             account.held += need
             account.tenant.held += need
         if not fresh:
-            return Reservation(nbytes, [None] * len(keys), [], []), [PRESENT] * len(keys)
+            return Reservation(namespace, nbytes, [None] * len(keys), [], []), [PRESENT] * len(keys)
         template = header_template(namespace.digest, resolved, context, extents, namespace.description.hashing.nbytes)
         made = headers(template, [keys[i] for i in fresh], [hashes[i] for i in fresh]).tobytes()
         heads = [made[at : at + HEADER_BYTES] for at in range(0, len(made), HEADER_BYTES)]
@@ -135,12 +138,13 @@ class Store:
             memory[offset : offset + HEADER_BYTES] = head
             memory[offset + nbytes : offset + slot] = padding
             offsets[i], all_rows[i], all_pages[i], all_heads[i] = offset, row, page, head
-        return Reservation(nbytes, all_rows, all_pages, all_heads), offsets
+        return Reservation(namespace, nbytes, all_rows, all_pages, all_heads), offsets
 
-    def seal(self, account: Account, reservation: Reservation, indices: Sequence[int]) -> int:
+    def seal(self, account: Account, reservation: Reservation, indices: Sequence[int], checksums: Sequence[int] | None = None) -> int:
         """Makes these entries visible, or frees their slots where the key was sealed meanwhile. Returns the number of keys now known.
 
-        Entries that are finished already are passed over. A block whose header the writer changed is dropped and counted; Lost is raised for it
+        Entries that are finished already are passed over. `checksums` are the blocks' digests where the caller has computed them, one per index.
+        Under a dropped namespace nothing is sealed. A block whose header the writer changed is dropped and counted; Lost is raised for it
         after the others are sealed.
         """
         good: list[int] = []
@@ -154,6 +158,15 @@ class Store:
         with self._lock:
             good = [i for i in good if reservation.rows[i] is not None]  # another socket of the session may have been quicker
             rows = [row for i in good if (row := reservation.rows[i]) is not None]
+            if reservation.namespace.dropped:  # under the lock: `drop` sets this before it looks for blocks
+                self._close(account, reservation, good)
+                self._free(rows)
+                self.counters.aborted_blocks += len(rows)
+                return 0
+            if checksums is not None:
+                known_sums = dict(zip(indices, checksums, strict=True))
+                for i, row in zip(good, rows, strict=True):
+                    self._ledger.checksum[row] = known_sums[i]
             sealed = self._ledger.seal(rows)
             losers = [row for row, won in zip(rows, sealed, strict=True) if not won]
             self._close(account, reservation, good)
@@ -227,14 +240,36 @@ class Store:
         """Forgets these blocks now; a leased one's slot is freed after its last lease. Returns how many were known. Reservations are untouched."""
         with self._lock:
             rows = list(dict.fromkeys(row for row in self._ledger.find_each(keys) if row is not None))
-            leased = [row for row in rows if self._ledger.leases[row]]
-            for row in leased:
-                self._ledger.doom(row)
-            self._free([row for row in rows if not self._ledger.leases[row]])
-            self.counters.deleted_blocks += len(rows)
+            self._forget(rows)
         return len(rows)
 
+    def checksums(self, rows: Sequence[int]) -> list[int]:
+        """What the ledger has as digests of these rows, 0 where nobody has computed one. The caller holds a lease on them."""
+        return list(map(self._ledger.checksum.__getitem__, rows))
+
+    def learn_checksum(self, row: int, digest: int) -> None:
+        """Keeps the digest of a leased block."""
+        self._ledger.checksum[row] = digest
+
     # -- operators
+
+    def belongs(self, key: bytes, namespace: Namespace) -> bool:
+        """Whether a known key's block is of this namespace."""
+        with self._lock:
+            row = self._ledger.find_each([key])[0]
+            return row is not None and self._ledger.namespace[row] == namespace.handle
+
+    def drop(self, namespace: Namespace) -> int:
+        """Forgets a namespace and all its blocks, in steps that leave the lock in between. Returns the number of blocks."""
+        self.namespaces.drop(namespace)
+        dropped = 0
+        while True:
+            with self._lock:
+                rows = self._ledger.rows_of_namespace(namespace.handle, _DROP_STEP)
+                if not rows:
+                    return dropped
+                self._forget(rows)
+            dropped += len(rows)
 
     def gauges(self) -> dict[str, int]:
         """Bytes and blocks as they stand. Costs milliseconds at a million blocks; holds the lock while it counts."""
@@ -337,6 +372,15 @@ class Store:
                 return True
             del oldest[giver]  # something is in use in each of its slabs
         return False
+
+    def _forget(self, rows: Sequence[int]) -> None:
+        """Takes sealed rows out of the index; slots of leased ones follow after their last lease."""
+        leases = self._ledger.leases
+        for row in rows:
+            if leases[row]:
+                self._ledger.doom(row)
+        self._free([row for row in rows if not leases[row]])
+        self.counters.deleted_blocks += len(rows)
 
     def _evict(self, rows: Sequence[int]) -> None:
         self.counters.evicted_blocks += len(rows)

@@ -176,6 +176,100 @@ class StatusReply(_message.Message):
     json: str
     def __init__(self, json: _Optional[str] = ...) -> None: ...
 
+class Chunk(_message.Message):
+    __slots__ = ("data", "message")
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    message: bytes
+    def __init__(self, data: _Optional[bytes] = ..., message: _Optional[bytes] = ...) -> None: ...
+
+class PutRequest(_message.Message):
+    __slots__ = ("keys", "checksum")
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    keys: Keys
+    checksum: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, keys: _Optional[_Union[Keys, _Mapping]] = ..., checksum: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class PutReply(_message.Message):
+    __slots__ = ("known", "reason")
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    known: int
+    reason: str
+    def __init__(self, known: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class GetReply(_message.Message):
+    __slots__ = ("nbytes",)
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    nbytes: int
+    def __init__(self, nbytes: _Optional[int] = ...) -> None: ...
+
+class GetTrailer(_message.Message):
+    __slots__ = ("checksum", "stop")
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    checksum: _containers.RepeatedScalarFieldContainer[int]
+    stop: Stop
+    def __init__(self, checksum: _Optional[_Iterable[int]] = ..., stop: _Optional[_Union[Stop, str]] = ...) -> None: ...
+
+class NamespaceInfo(_message.Message):
+    __slots__ = ("namespace", "description", "tenant", "model", "revision", "blocks", "bytes")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    namespace: bytes
+    description: bytes
+    tenant: str
+    model: str
+    revision: str
+    blocks: int
+    bytes: int
+    def __init__(self, namespace: _Optional[bytes] = ..., description: _Optional[bytes] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+
+class ListRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListReply(_message.Message):
+    __slots__ = ("namespace",)
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    namespace: _containers.RepeatedCompositeFieldContainer[NamespaceInfo]
+    def __init__(self, namespace: _Optional[_Iterable[_Union[NamespaceInfo, _Mapping]]] = ...) -> None: ...
+
+class ShowRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class ShowReply(_message.Message):
+    __slots__ = ("info", "description")
+    INFO_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    info: NamespaceInfo
+    description: bytes
+    def __init__(self, info: _Optional[_Union[NamespaceInfo, _Mapping]] = ..., description: _Optional[bytes] = ...) -> None: ...
+
+class DiffRequest(_message.Message):
+    __slots__ = ("stored", "live")
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    LIVE_FIELD_NUMBER: _ClassVar[int]
+    stored: str
+    live: str
+    def __init__(self, stored: _Optional[str] = ..., live: _Optional[str] = ...) -> None: ...
+
+class DropRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
 class Empty(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
