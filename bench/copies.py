@@ -1,0 +1,154 @@
+"""Blocks copied through the lane, and the same copies without the store: the `copy` case of `planes`.
+
+Put goes through `Client.put`; get with copy is a lease whose blocks are copied into a pool that exists already, as an engine's staging buffer does.
+What comes back is compared with what was put.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from bench.empty import EmptyLane
+from bench.harness import Effort, KiB, MiB, Phase, interleave, ratios
+from bench.live import BATCH, DEADLINE, Live, arena_for, fresh, measure_calls
+from bench.marks import MARKS
+from bench.pools import Bytes, endless, pool_bytes, private, shared
+from bench.report import Report
+from kvtier.client import Fill, Lease
+
+
+class Copier:
+    """One batch of blocks through the lane, and the same copies without the store. `recent` holds the batches put last, which `get` reads."""
+
+    def __init__(self, live: Live, empty: EmptyLane, size: int, quick: bool) -> None:
+        nblocks = pool_bytes(quick, BATCH * size) // size // BATCH * BATCH
+        self.live = live
+        self.source, self.target, self.mapped = private(nblocks, size, fill=True), private(nblocks, size), shared(nblocks, size)
+        self.recent: deque[tuple[bytes, range]] = deque(maxlen=nblocks // BATCH)
+        self.puts, self.ins, self.outs = (endless(nblocks, BATCH) for _ in range(3))
+        self.turn = 0
+        calls = measure_calls(live)
+        self.reserve, self.seal = empty.call(calls.reserve), empty.call(calls.seal)
+        self.lease, self.release = empty.call(calls.lease), empty.call(calls.release)
+
+    def put(self) -> None:
+        hashes, blocks = fresh(), next(self.puts)
+        sealed = self.live.client.put(self.live.namespace, hashes, [self.source[i] for i in blocks], deadline=DEADLINE)
+        assert sealed == BATCH, f"{sealed} of {BATCH} blocks were put"
+        self.recent.append((hashes, blocks))
+
+    def get(self) -> None:
+        self.turn += 1
+        hashes, to = self.recent[self.turn % len(self.recent)]
+        with self.live.client.lease(self.live.namespace, hashes, deadline=DEADLINE) as blocks:
+            assert len(blocks) == BATCH, f"{len(blocks)} of {BATCH} blocks: {blocks.reason}"
+            for i, body in zip(to, blocks, strict=True):
+                np.copyto(self.target[i], body)
+
+    def copy_in(self) -> None:
+        blocks = next(self.ins)
+        for i in blocks:
+            np.copyto(self.mapped[i], self.source[i])
+
+    def copy_out(self) -> None:
+        blocks = next(self.outs)
+        for i in blocks:
+            np.copyto(self.target[i], self.mapped[i])
+
+    def empty_put(self) -> None:
+        self.reserve()
+        self.copy_in()
+        self.seal()
+
+    def empty_get(self) -> None:
+        self.lease()
+        self.copy_out()
+        self.release()
+
+    def check(self) -> None:
+        """Everything in `recent` comes back as it was put."""
+        for i in self.target:
+            i.fill(0)
+        for _ in range(len(self.recent)):
+            self.get()
+        for _, blocks in self.recent:
+            assert all(np.array_equal(self.source[i], self.target[i]) for i in blocks), "the store gave back other bytes than were put"
+
+
+def pipelined(copier: Copier, nbatches: int, read: bool) -> Callable[[], None]:
+    """A run of batches with two in flight: a second thread reserves (leases) the next and seals (releases) the last while this one copies."""
+    client, namespace = copier.live.client, copier.live.namespace
+
+    def open_(hashes: bytes) -> tuple[Lease | Fill, list[Bytes | None]]:
+        held = client.lease(namespace, hashes, deadline=DEADLINE) if read else client.fill(namespace, hashes, deadline=DEADLINE)
+        return held, list(held.__enter__())
+
+    def run() -> None:
+        work = [copier.recent[i % len(copier.recent)] if read else (fresh(), next(copier.puts)) for i in range(nbatches)]
+        with ThreadPoolExecutor(1) as control:
+            ahead = deque(control.submit(open_, hashes) for hashes, _ in work[:2])
+            for n, (_, blocks) in enumerate(work):
+                held, bodies = ahead.popleft().result()
+                for i, body in zip(blocks, bodies, strict=True):
+                    assert body is not None, held.reason
+                    if read:
+                        np.copyto(copier.target[i], body)
+                    else:
+                        np.copyto(body, copier.source[i])
+                control.submit(held.__exit__, None, None, None)
+                if n + 2 < nbatches:
+                    ahead.append(control.submit(open_, work[n + 2][0]))
+
+    return run
+
+
+def copy(report: Report, quick: bool) -> None:
+    """Put and get-with-copy of 32 blocks a call against the same copies inside an empty pair of calls; beside it, plain np.copyto."""
+    for size in (128 * KiB, 1 * MiB) if quick else (128 * KiB, 256 * KiB, 1 * MiB, 4 * MiB):
+        nbatches = pool_bytes(quick, BATCH * size) // (BATCH * size)
+        with Live(arena_for(4 * nbatches * BATCH, size), size) as live, EmptyLane(live.options) as empty:
+            copier = Copier(live, empty, size, quick)
+            for _ in range(4 * nbatches):  # the client's first touch of each slot is not what is measured
+                copier.put()
+            watch = {"daemon": live.pid}
+            puts = interleave({"put": copier.put, "empty": copier.empty_put, "copy": copier.copy_in}, Effort.of(quick), watch)
+            gets = interleave({"get": copier.get, "empty": copier.empty_get, "copy": copier.copy_out}, Effort.of(quick), watch)
+            copier.check()
+            _copy_rows(report, size, "put", puts)
+            _copy_rows(report, size, "get", gets)
+            if size == 1 * MiB:
+                for verb, read, plain in (("put", False, copier.copy_in), ("get", True, copier.copy_out)):
+                    run = pipelined(copier, 4 if quick else 32, read)
+                    done = interleave({verb: run, "copy": _times(plain, 4 if quick else 32)}, Effort.of(quick))
+                    report.share(f"{verb} 1024 KiB", "two batches in flight, share of np.copyto", ratios(done[verb], done["copy"]))
+
+
+def _times(call: Callable[[], None], n: int) -> Callable[[], None]:
+    def run() -> None:
+        for _ in range(n):
+            call()
+
+    return run
+
+
+def _copy_rows(report: Report, size: int, verb: str, done: dict[str, Phase]) -> None:
+    case = f"{verb} {size // KiB} KiB"
+    gigabytes = BATCH * size / 1e9
+    lane, empty, plain = done[verb], done["empty"], done["copy"]
+    report.add(case, "speed, 32 blocks a call", lane.rate * gigabytes, "GB/s", empty.rate * gigabytes, ratios(lane, empty))
+    report.share(case, "share of copies in an empty pair", ratios(lane, empty), MARKS.get(case))
+    report.share(case, "share of np.copyto", ratios(lane, plain))
+    report.share(case, "empty pair's share of np.copyto", ratios(empty, plain))
+    for who in ("client", "daemon"):
+        report.add(
+            case,
+            f"CPU of the {who}",
+            lane.cpu_per_call(who) / gigabytes,
+            "s/GB",
+            empty.cpu_per_call("client") / gigabytes if who == "client" else None,
+        )
+    report.add(case, "worst call", lane.worst * 1e3, "ms", empty.worst * 1e3, lane.worst / empty.worst)

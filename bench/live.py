@@ -1,0 +1,221 @@
+"""A daemon of the benchmark's own with one client, and the calls that are timed.
+
+The daemon is a child process on a Unix socket in a temporary directory; leaving the context ends both. Blocks are opaque bytes, so a case can have
+slots of any size. Timed functions check what they got: a benchmark that reads a miss measures nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import cycle
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from bench.empty import Frames, Options
+from bench.harness import Child, KiB, now, progress
+from kvtier.client import Client
+from kvtier.connection import Attachment
+from kvtier.daemon.config import MIN_ARENA
+from kvtier.frames import Verb
+from kvtier.identity import CHAIN, Description, HashScheme
+from kvtier.layout import HEADER_BYTES, SLOT_ALIGN, opaque, pad
+from kvtier.slabs import MIN_SLABS, SLAB_BYTES, Slabs
+from kvtier.v1 import kvtier_pb2 as pb
+
+BATCH = 32
+HASH = 32  # bytes of one content hash
+BODY = 3 * KiB  # of a block in a slot of 4 KiB
+DEADLINE = 5.0  # of every timed call: a pause is to be measured, not to become a miss
+
+
+def fresh(n: int = BATCH) -> bytes:
+    """Content hashes nobody has used yet, concatenated."""
+    return os.urandom(n * HASH)
+
+
+def description(body_bytes: int) -> Description:
+    """A namespace whose blocks are `body_bytes` of opaque bytes."""
+    return Description("benchmark", "0" * 40, opaque(body_bytes, "0" * 64, engine_tokens=16), HashScheme(CHAIN, "0", 16, nbytes=HASH))
+
+
+def slot_bytes(body_bytes: int) -> int:
+    return pad(HEADER_BYTES + body_bytes, SLOT_ALIGN)
+
+
+def arena_for(nblocks: int, body_bytes: int) -> int:
+    """Bytes of an arena that holds this many blocks, and hardly more."""
+    slot = slot_bytes(body_bytes)
+    a_slab = -(-nblocks // MIN_SLABS)
+    if a_slab * slot < SLAB_BYTES:
+        return max(MIN_ARENA, MIN_SLABS * a_slab * slot)
+    return -(-nblocks // (SLAB_BYTES // slot)) * SLAB_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """Frame sizes of the real calls for one batch."""
+
+    reserve: Frames
+    seal: Frames
+    lease: Frames
+    release: Frames
+
+
+class Live:
+    """A daemon with an arena of this size, all of it backed by memory, and a client with one namespace. A context manager."""
+
+    def __init__(self, arena_bytes: int, body_bytes: int) -> None:
+        self.arena_bytes, self.body_bytes = arena_bytes, body_bytes
+        slabs = Slabs(arena_bytes)
+        self.capacity = slabs.count * (slabs.slab_bytes // slot_bytes(body_bytes))  # blocks
+
+    def __enter__(self) -> Live:
+        with ExitStack() as stack:
+            self.path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-bench-"))) / "kvtier.sock"
+            arguments = ["-m", "kvtier.daemon", "--socket", str(self.path), "--arena-bytes", str(self.arena_bytes)]
+            self.pid = stack.enter_context(Child(arguments)).pid
+            self.client = stack.enter_context(Client(f"unix:{self.path}"))
+            self.namespace = self.client.register(description(self.body_bytes))
+            self._wait_backed(300.0)
+            self.fill(BATCH)  # registers, and opens the socket whose options are copied
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.close()
+
+    def _wait_backed(self, deadline: float) -> None:
+        """Until daemon and client have touched the whole arena."""
+        end = now() + deadline
+        while (status := self.status())["arena_ready_bytes"] < status["arena_bytes"] or any(
+            t.name == "kvtier-populate" for t in threading.enumerate()
+        ):
+            if now() > end:
+                raise RuntimeError(f"the arena was not backed by memory within {deadline:.0f} s: {status}")
+            time.sleep(0.05)
+
+    def status(self) -> dict[str, Any]:
+        return self.client.status(deadline=DEADLINE)
+
+    def attachment(self) -> Attachment:
+        return self.client._connection.attach(DEADLINE)
+
+    @property
+    def options(self) -> Options:
+        """Those of the client's socket."""
+        return Options.of(self.attachment().idle[-1].sock)
+
+    # -- what the store knows
+
+    def fill(self, n: int) -> bytes:
+        """Seals `n` fresh blocks, bodies unwritten. Returns their hashes."""
+        hashes = fresh(n)
+        with self.client.fill(self.namespace, hashes, deadline=DEADLINE) as slots:
+            pass
+        assert slots.sealed == n, f"{slots.sealed} of {n} blocks were sealed: {slots.reason}"
+        return hashes
+
+    def fill_up(self, step: int = 500) -> list[bytes]:
+        """As many fresh blocks as the arena holds, `step` a call: afterwards every reserve evicts. Returns the hashes of each call."""
+        calls = self.capacity // step
+        with progress("filling the store", 20) as tick:
+            filled = []
+            for n in range(calls):
+                filled.append(self.fill(step))
+                if n % max(1, calls // 20) == 0:
+                    tick()
+        if self.capacity % step:
+            self.fill(self.capacity % step)
+        return filled
+
+    # -- what is timed
+
+    def getter(self, *batches: bytes) -> Callable[[], None]:
+        """Lease, views, release: of the next of these batches each time."""
+        client, namespace, turn = self.client, self.namespace, cycle(batches)
+
+        def get() -> None:
+            with client.lease(namespace, next(turn), deadline=DEADLINE) as blocks:
+                views = list(blocks)
+            assert len(views) == BATCH, f"{len(views)} of {BATCH} blocks: {blocks.reason}"
+
+        return get
+
+    def raw_getter(self, hashes: bytes) -> Callable[[], None]:
+        """The same without the client library: two calls on a socket of the session, and slices of the mapping."""
+        attachment = self.attachment()
+        sock, memory, ids = attachment.idle.pop(), attachment.memory, attachment.ids
+        assert self.namespace._handle is not None
+        handle, nbytes = self.namespace._handle[1], self.body_bytes
+
+        def get() -> None:
+            id_ = next(ids)
+            request = pb.Keys(handle=handle, layer_hi=1, head_hi=1, hashes=hashes, id=id_)
+            reply = pb.Slots.FromString(bytes(sock.call(Verb.LEASE, request.SerializeToString(), DEADLINE)))
+            views = [memory[offset + HEADER_BYTES : offset + HEADER_BYTES + nbytes] for offset in reply.offset]
+            sock.call(Verb.RELEASE, pb.Held(id=id_).SerializeToString(), DEADLINE)
+            assert len(views) == BATCH
+
+        return get
+
+    def putter(self) -> Callable[[], None]:
+        """Reserve and seal of a batch of fresh blocks."""
+
+        def put() -> None:
+            self.fill(BATCH)
+
+        return put
+
+    def lookups(self, runs: Sequence[bytes]) -> Callable[[], None]:
+        """Lookup of the next of these runs each time; every block of it is known."""
+        client, namespace, turn = self.client, self.namespace, cycle(runs)
+
+        def look() -> None:
+            hashes = next(turn)
+            known = client.lookup(namespace, hashes, deadline=DEADLINE)
+            assert known == len(hashes) // HASH, f"{known} of {len(hashes) // HASH} blocks known: {known.reason}"
+
+        return look
+
+    def timed_put(self) -> tuple[float, float]:
+        """Seconds of the reserve and of the seal of one batch of fresh blocks."""
+        slots = self.client.fill(self.namespace, fresh(), deadline=DEADLINE)
+        start = now()
+        slots.__enter__()
+        middle = now()
+        slots.__exit__(None, None, None)
+        end = now()
+        assert slots.sealed == BATCH, f"{slots.sealed} of {BATCH} blocks were sealed: {slots.reason}"
+        return middle - start, end - middle
+
+
+def measure_calls(live: Live) -> Calls:
+    """Frame sizes of one real put and one real get of a batch, read off the client while it makes them."""
+    connection = live.client._connection
+    real, sizes = connection.call, {}
+
+    def spy(attachment: Attachment, verb: int, body: bytes, deadline: float) -> bytes:
+        reply = real(attachment, verb, body, deadline)
+        sizes[verb] = Frames(len(body), len(reply))
+        return reply
+
+    connection.call = spy  # type: ignore[method-assign]
+    try:
+        live.getter(live.fill(BATCH))()
+    finally:
+        del connection.call
+    return Calls(*(sizes[verb] for verb in (Verb.RESERVE, Verb.SEAL, Verb.LEASE, Verb.RELEASE)))
+
+
+class Peer(Child):
+    """Another client process (`bench.peers`)."""
+
+    def __init__(self, what: str, socket: Path, hashes: bytes) -> None:
+        super().__init__(["-m", "bench.peers", what, str(socket), hashes.hex()])
