@@ -52,6 +52,7 @@ def f64_hex(value: float) -> str:
 
 
 def hex_f32(text: str) -> float:
+    """The f32 whose bits are these 8 hex digits."""
     return float(struct.unpack(">f", bytes.fromhex(text))[0])
 
 
@@ -211,18 +212,18 @@ def namespace_digest(description: Description, tenant: str) -> bytes:
     return blake2b(description.digest + tenant.encode(), digest_size=DIGEST_BYTES, person=_PERSON_NAMESPACE).digest()
 
 
-def request_context(adapter: bytes = b"", salt: str = "") -> bytes:
+def request_context(adapter: bytes | None = None, salt: str | None = None) -> bytes:
     """32 bytes for what varies per request: digest of the adapter's *weights* (not its name) and cache salt. Zeros if there is neither.
 
     Absent and empty are the same identity. The raw salt leaves this function only inside the hash. Raises Invalid for other types than these
-    two: what looks alike (1, True, 1.0) must not become one salt.
+    two: what Python holds to be equal (1, True, 1.0) must not become one salt.
     """
-    if not isinstance(adapter, bytes) or not isinstance(salt, str):
+    if not isinstance(adapter, bytes | None) or not isinstance(salt, str | None):
         raise Invalid(f"an adapter digest is bytes and a salt is text, not {type(adapter).__name__} and {type(salt).__name__}")
     if not adapter and not salt:
         return NO_CONTEXT
     hasher = blake2b(digest_size=DIGEST_BYTES, person=_PERSON_CONTEXT)
-    for value in (adapter, salt.encode("utf-8", "surrogatepass")):
+    for value in (adapter or b"", (salt or "").encode("utf-8", "surrogatepass")):
         hasher.update(struct.pack("<Q", len(value)) + value)
     return hasher.digest()
 
