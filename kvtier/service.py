@@ -238,6 +238,7 @@ def _info(namespace: Namespace, blocks: dict[int, tuple[int, int]]) -> pb.Namesp
 
 
 def range_of(request: pb.Keys | pb.Run) -> tuple[int, int, int, int, int]:
+    """The range of a request as it stands there, unchecked."""
     return (request.group, request.layer_lo, request.layer_hi, request.head_lo, request.head_hi)
 
 

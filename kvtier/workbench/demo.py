@@ -123,6 +123,7 @@ def await_event(engine: Process, event: str, bars: Bars) -> dict[str, Any]:
 
 @contextmanager
 def daemon(directory: Path, socket: Path) -> Iterator[Process]:
+    """A daemon that accepts calls on `socket`; ended on exit."""
     with Process("kvtier-server", directory, "-m", "kvtier.daemon", "--socket", str(socket), "--arena-bytes", ARENA) as process:
         line = process.line(time.monotonic() + SOON)
         if not line.startswith("ready"):
@@ -247,6 +248,7 @@ def report(figures: dict[str, Any], console: Console) -> None:
 
 
 def main() -> int:
+    """Entry point: 0 if every promise held."""
     parser = argparse.ArgumentParser(prog="python -m kvtier.workbench.demo", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--prompt", type=int, default=2000, help="tokens of the prompt (default 2000)")
