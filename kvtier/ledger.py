@@ -127,6 +127,11 @@ class Ledger:
         row = self._next[size]
         return None if row == size else self.age[row]
 
+    def youngest(self, size: int) -> int | None:
+        """Tick of the youngest unleased block of a size class, None if there is none."""
+        row = self._prev[size]
+        return None if row == size else self.age[row]
+
     def victims(self, size: int, n: int) -> list[int]:
         """Up to `n` unleased rows of a size class, oldest first. Does not modify."""
         rows: list[int] = []
@@ -242,7 +247,7 @@ class Ledger:
         return pages
 
     def _grow(self, rows: int) -> None:
-        first = len(self.state)
+        first = len(self._keys)  # the keys grow last: after a failure half-way the next call completes the columns
         for column in (
             self.state,
             self.size,
@@ -256,7 +261,7 @@ class Ledger:
             self._prev,
             self._next,
         ):
-            column.frombytes(bytes(rows * column.itemsize))
+            column.frombytes(bytes((first + rows - len(column)) * column.itemsize))
         self._keys.extend([b""] * rows)
         self._free.extend(range(first + rows - 1, max(first, _FIRST) - 1, -1))
 

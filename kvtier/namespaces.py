@@ -44,10 +44,14 @@ class Namespace:
 
 
 class Namespaces:
-    """Registry by handle. `in_use` says which handles hold blocks; it is asked only when all places are taken."""
+    """Registry by handle. `in_use` says which handles hold blocks, `purge` removes what came under a namespace that was forgotten meanwhile.
 
-    def __init__(self, in_use: Callable[[], set[int]]) -> None:
+    Both are called without the registry's lock, and only when all places are taken.
+    """
+
+    def __init__(self, in_use: Callable[[], set[int]], purge: Callable[[Namespace], int]) -> None:
         self._in_use = in_use
+        self._purge = purge
         self._lock = threading.Lock()
         self._by_handle: dict[int, Namespace] = {}
         self._by_digest: dict[bytes, Namespace] = {}
@@ -61,6 +65,7 @@ class Namespaces:
             found = self._by_digest.get(digest)
             if found is not None:
                 return found
+        spare = None
         busy = self._in_use() if len(self._by_handle) >= MAX_NAMESPACES else set()
         with self._lock:
             found = self._by_digest.get(digest)
@@ -70,11 +75,14 @@ class Namespaces:
                 spare = next((ns for handle, ns in self._by_handle.items() if handle not in busy), None)
                 if spare is None:
                     raise Full(f"{MAX_NAMESPACES} namespaces hold blocks; drop some before registering another")
+                spare.dropped = True  # what is reserved under it from now on is refused, and never sealed
                 del self._by_handle[spare.handle], self._by_digest[spare.digest]
             made = Namespace(self._next, digest, tenant, description, description.digest)
             self._next += 1
             self._by_handle[made.handle] = self._by_digest[digest] = made
-            return made
+        if spare is not None:
+            self._purge(spare)  # nothing, unless a put came between the question and the answer
+        return made
 
     def get(self, handle: int, tenant: str) -> Namespace:
         """The namespace of a handle. Raises Stale for an unknown one, also for another tenant's: whether it exists is not told."""
@@ -112,11 +120,12 @@ class Namespaces:
         No lines and a digest: it is known. No lines and b"": no namespace of this model and tenant is known.
         """
         live = parse_description(raw)
+        with self._lock:
+            if namespace_digest(live, tenant) in self._by_digest:
+                return [], live.digest
         nearest: tuple[int, list[str], bytes] | None = None
         same_model = [ns for ns in self.all() if ns.tenant == tenant and ns.description.model == live.model]
         for namespace in same_model[-_MAX_EXPLAINED:]:
-            if namespace.description_digest == live.digest:
-                return [], namespace.description_digest
             lines = [str(difference) for difference in diff(namespace.description, live)]
             if nearest is None or len(lines) < nearest[0]:
                 nearest = (len(lines), lines, namespace.description_digest)

@@ -63,7 +63,7 @@ class Slabs:
             )
         index = next((i for i in range(1, MAX_CLASSES + 1) if self._by_index[i] is None), 0)
         if not index:
-            spare = next((c for c in self.classes.values() if not any(self.used[s] for s in c.slabs)), None)
+            spare = next((c for c in self.classes.values() if not self.taken(c)), None)
             if spare is None:
                 raise Full(f"blocks of {MAX_CLASSES} different sizes are stored; no more sizes can be taken at once")
             index = spare.index
@@ -112,9 +112,22 @@ class Slabs:
         self._owner[slab] = None
         self._pool.append(slab)
 
+    @property
+    def unowned(self) -> int:
+        """Slabs without a class."""
+        return len(self._pool)
+
+    def slots(self, size: SizeClass) -> int:
+        """Slots of this class in one slab."""
+        return self.slab_bytes // size.slot_bytes
+
+    def taken(self, size: SizeClass) -> int:
+        """Taken slots of a class."""
+        return sum(self.used[slab] for slab in size.slabs)
+
     def taken_bytes(self) -> int:
         """Bytes of all taken slots, their padding included."""
-        return sum(size.slot_bytes * sum(self.used[slab] for slab in size.slabs) for size in self.classes.values())
+        return sum(size.slot_bytes * self.taken(size) for size in self.classes.values())
 
     def check_integrity(self, taken: dict[int, int]) -> None:
         """`taken` is the ledger's view: page -> slot bytes. Asserts that both agree and that every slot is either free or taken, once."""
@@ -123,11 +136,10 @@ class Slabs:
             assert self._by_index[size.index] is size
             pages = set(size.free)
             assert len(pages) == len(size.free), "a slot is free twice"
-            per_slab = self.slab_bytes // size.slot_bytes
             step = size.slot_bytes // SLOT_ALIGN
             for slab in size.slabs:
                 assert self._owner[slab] is size
-                slots = {slab * self.slab_pages + i * step for i in range(per_slab)}
+                slots = {slab * self.slab_pages + i * step for i in range(self.slots(size))}
                 mine = {page for page in slots if page in seen}
                 assert all(seen.pop(page) == size.slot_bytes for page in mine), "a slot of the wrong size"
                 assert not mine & pages and mine | (pages & slots) == slots, f"slab {slab}: a slot is lost or doubled"
@@ -137,8 +149,7 @@ class Slabs:
 
     def _adopt(self, size: SizeClass, slab: int) -> None:
         first, step = slab * self.slab_pages, size.slot_bytes // SLOT_ALIGN
-        slots = self.slab_bytes // size.slot_bytes
-        size.free.extend(range(first + (slots - 1) * step, first - 1, -step))
+        size.free.extend(range(first + (self.slots(size) - 1) * step, first - 1, -step))
         size.slabs.add(slab)
         self._owner[slab] = size
 

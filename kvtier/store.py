@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 from kvtier import policy
 from kvtier.arena import Arena
 from kvtier.block import header_template, headers
-from kvtier.errors import Full, Invalid, Lost
+from kvtier.errors import Full, Invalid, Lost, Stale
 from kvtier.layout import HEADER_BYTES, SLOT_ALIGN
 from kvtier.ledger import Ledger
 from kvtier.namespaces import Namespace, Namespaces
-from kvtier.slabs import SizeClass, Slabs
+from kvtier.room import Counters, Room
+from kvtier.slabs import Slabs
 
 PRESENT = 2**64 - 1
 MAX_KEYS = 16_384
@@ -47,34 +48,22 @@ class Account:
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """Slots taken for a writer. `rows[i]` is None where key i was present already or entry i is finished."""
+    """Slots taken for a writer. `rows[i]` is None where key i was present already or entry i is finished; `lost` were aborted or dropped."""
 
     namespace: Namespace
     nbytes: int
     rows: list[int | None]
     pages: list[int]
     headers: list[bytes]
+    lost: set[int] = field(default_factory=set)
 
+    @property
+    def open(self) -> bool:
+        return any(row is not None for row in self.rows)
 
-@dataclass(slots=True)
-class Counters:
-    """Totals since the start; read without a lock, so a reader may see one call half counted."""
-
-    lookup_keys: int = 0
-    lookup_hits: int = 0
-    leased_blocks: int = 0
-    leased_bytes: int = 0
-    sealed_blocks: int = 0
-    sealed_bytes: int = 0
-    already_blocks: int = 0
-    aborted_blocks: int = 0
-    evicted_blocks: int = 0
-    evicted_bytes: int = 0
-    deleted_blocks: int = 0
-    drained_slabs: int = 0
-    full: int = 0
-    bad_headers: int = 0
-    stops: Counter[int] = field(default_factory=Counter)
+    def stored(self, indices: Sequence[int]) -> int:
+        """How many of these entries, all finished, are stored: sealed by anyone, or present from the start."""
+        return len(indices) - sum(i in self.lost for i in indices) if self.lost else len(indices)
 
 
 class Store:
@@ -86,12 +75,12 @@ class Store:
     def __init__(self, arena: Arena, *, poison: bool = False) -> None:
         self.arena = arena
         self.counters = Counters()
-        self._poison = poison
         self._slabs = Slabs(arena.nbytes)
         self._ledger = Ledger()
+        self._room = Room(arena, self._slabs, self._ledger, self.counters, poison)
         self._lock = threading.Lock()
         self._tenants: dict[str, Tenant] = {}
-        self.namespaces = Namespaces(self._handles_in_use)
+        self.namespaces = Namespaces(self._handles_in_use, self._drop_blocks)
         self.capacity = self._slabs.usable_bytes
         self.session_cap = int(self.capacity * policy.SESSION_SHARE)
         self.pin_cap = int(self.capacity * policy.PIN_SHARE)
@@ -113,39 +102,41 @@ class Store:
         """
         extents = namespace.extents(resolved)
         slot, nbytes = extents.slot_bytes, extents.block_bytes
+        reservation = Reservation(namespace, nbytes, [None] * len(keys), [0] * len(keys), [b""] * len(keys))
+        offsets = [PRESENT] * len(keys)
         with self._lock:
+            if namespace.dropped:
+                raise Stale("this namespace was dropped: register the description again")
             present = self._ledger.find_each(keys)
             fresh = [i for i, row in enumerate(present) if row is None]
             need = slot * len(fresh)
             self._check_caps(account, need)
-            size = self._slabs.size_class(slot)
-            pages = self._take(size, len(fresh))
-            rows = self._ledger.reserve(pages, [keys[i] for i in fresh], nbytes, slot, size.index, namespace.handle)
+            size = self._room.size_class(slot)
+            pages = self._room.take(size, len(fresh))
+            try:
+                rows = self._ledger.reserve(pages, [keys[i] for i in fresh], nbytes, slot, size.index, namespace.handle)
+            except BaseException:
+                self._slabs.give(pages)
+                raise
             account.held += need
             account.tenant.held += need
-        if not fresh:
-            return Reservation(namespace, nbytes, [None] * len(keys), [], []), [PRESENT] * len(keys)
-        template = header_template(namespace.digest, resolved, context, extents, namespace.description.hashing.nbytes)
-        made = headers(template, [keys[i] for i in fresh], [hashes[i] for i in fresh]).tobytes()
-        heads = [made[at : at + HEADER_BYTES] for at in range(0, len(made), HEADER_BYTES)]
-        memory, padding = self.arena.memory, bytes(slot - nbytes)
-        offsets = [PRESENT] * len(keys)
-        all_rows: list[int | None] = [None] * len(keys)
-        all_pages = [0] * len(keys)
-        all_heads = [b""] * len(keys)
-        for i, page, row, head in zip(fresh, pages, rows, heads, strict=True):
-            offset = page * SLOT_ALIGN
-            memory[offset : offset + HEADER_BYTES] = head
-            memory[offset + nbytes : offset + slot] = padding
-            offsets[i], all_rows[i], all_pages[i], all_heads[i] = offset, row, page, head
-        return Reservation(namespace, nbytes, all_rows, all_pages, all_heads), offsets
+        for i, page, row in zip(fresh, pages, rows, strict=True):
+            reservation.rows[i], reservation.pages[i], offsets[i] = row, page, page * SLOT_ALIGN
+        try:
+            if fresh:
+                template = header_template(namespace.digest, resolved, context, extents, namespace.description.hashing.nbytes)
+                self._write_headers(reservation, fresh, template, keys, hashes, slot)
+        except BaseException:  # whatever it is, nothing stays taken
+            self.abort(account, reservation, fresh)
+            raise
+        return reservation, offsets
 
     def seal(self, account: Account, reservation: Reservation, indices: Sequence[int], checksums: Sequence[int] | None = None) -> int:
-        """Makes these entries visible, or frees their slots where the key was sealed meanwhile. Returns the number of keys now known.
+        """Makes these entries (each once) visible, or frees their slots where the key was sealed meanwhile. Returns how many of them are stored.
 
-        Entries that are finished already are passed over. `checksums` are the blocks' digests where the caller has computed them, one per index.
-        Under a dropped namespace nothing is sealed. A block whose header the writer changed is dropped and counted; Lost is raised for it
-        after the others are sealed.
+        Entries that are finished already are passed over; those that were aborted or dropped do not count. `checksums` are the blocks' digests where
+        the caller has computed them, one per index. Under a dropped namespace nothing is sealed. A block whose header the writer changed is
+        dropped and counted; Lost is raised for it after the others are sealed.
         """
         good: list[int] = []
         bad: list[int] = []
@@ -154,15 +145,13 @@ class Store:
             if reservation.rows[i] is not None:
                 offset = reservation.pages[i] * SLOT_ALIGN
                 (good if memory[offset : offset + HEADER_BYTES] == reservation.headers[i] else bad).append(i)
-        known = len(indices) - len(bad)
         with self._lock:
+            if reservation.namespace.dropped:  # under the lock: `drop` sets this before it looks for blocks
+                self._undo(account, reservation, indices)
+                reservation.lost.update(indices)
+                return 0
             good = [i for i in good if reservation.rows[i] is not None]  # another socket of the session may have been quicker
             rows = [row for i in good if (row := reservation.rows[i]) is not None]
-            if reservation.namespace.dropped:  # under the lock: `drop` sets this before it looks for blocks
-                self._close(account, reservation, good)
-                self._free(rows)
-                self.counters.aborted_blocks += len(rows)
-                return 0
             if checksums is not None:
                 known_sums = dict(zip(indices, checksums, strict=True))
                 for i, row in zip(good, rows, strict=True):
@@ -170,24 +159,20 @@ class Store:
             sealed = self._ledger.seal(rows)
             losers = [row for row, won in zip(rows, sealed, strict=True) if not won]
             self._close(account, reservation, good)
-            self._free(losers)
+            self._room.free(losers)
+            dropped = self._undo(account, reservation, bad)
             self.counters.sealed_blocks += len(rows) - len(losers)
             self.counters.sealed_bytes += (len(rows) - len(losers)) * reservation.nbytes
             self.counters.already_blocks += len(losers)
-        if bad:
-            self.abort(account, reservation, bad)
-            self.counters.bad_headers += len(bad)
-            raise Lost(f"the header of {len(bad)} blocks was changed by the writer; they are dropped")
-        return known
+            self.counters.bad_headers += dropped
+        if dropped:
+            raise Lost(f"the header of {dropped} blocks was changed by the writer; they are dropped")
+        return reservation.stored(indices)
 
     def abort(self, account: Account, reservation: Reservation, indices: Sequence[int]) -> int:
         """Frees the slots of these entries. Returns how many; finished entries are passed over."""
         with self._lock:
-            rows = [row for i in indices if (row := reservation.rows[i]) is not None]
-            self._close(account, reservation, indices)
-            self._free(rows)
-            self.counters.aborted_blocks += len(rows)
-        return len(rows)
+            return self._undo(account, reservation, indices)
 
     # -- readers
 
@@ -234,7 +219,7 @@ class Store:
             account.held -= sum(map(self._ledger.slot.__getitem__, rows))
             idle, doomed = self._ledger.release(rows)
             account.tenant.held -= idle
-            self._free(doomed)
+            self._room.free(doomed)
 
     def delete(self, keys: list[bytes]) -> int:
         """Forgets these blocks now; a leased one's slot is freed after its last lease. Returns how many were known. Reservations are untouched."""
@@ -262,14 +247,7 @@ class Store:
     def drop(self, namespace: Namespace) -> int:
         """Forgets a namespace and all its blocks, in steps that leave the lock in between. Returns the number of blocks."""
         self.namespaces.drop(namespace)
-        dropped = 0
-        while True:
-            with self._lock:
-                rows = self._ledger.rows_of_namespace(namespace.handle, _DROP_STEP)
-                if not rows:
-                    return dropped
-                self._forget(rows)
-            dropped += len(rows)
+        return self._drop_blocks(namespace)
 
     def gauges(self) -> dict[str, int]:
         """Bytes and blocks as they stand. Costs milliseconds at a million blocks; holds the lock while it counts."""
@@ -314,6 +292,16 @@ class Store:
                     assert account.held == mine, f"account says {account.held}, session holds {mine}"
                 assert dict(leases) == held and claimed == reserved, "a lease or reservation without a holder"
 
+    def _drop_blocks(self, namespace: Namespace) -> int:
+        dropped = 0
+        while True:
+            with self._lock:
+                rows = self._ledger.rows_of_namespace(namespace.handle, _DROP_STEP)
+                if not rows:
+                    return dropped
+                self._forget(rows)
+            dropped += len(rows)
+
     # -- under the lock
 
     def _slot_bytes(self, row: int) -> int:
@@ -344,57 +332,25 @@ class Store:
             total += slot
         return rows, list(seen), total
 
-    def _take(self, size: SizeClass, n: int) -> Sequence[int]:
-        """`n` free slots of this class, evicting what is oldest. Raises Full with nothing taken."""
-        pages = self._slabs.take(size, n)
-        while len(pages) < n:
-            if not self._make_room(size, n - len(pages)):
-                self._slabs.give(pages)
-                self.counters.full += 1
-                raise Full("full, retry: everything in the arena is leased or reserved")
-            pages += self._slabs.take(size, n - len(pages))
-        return pages
-
-    def _make_room(self, size: SizeClass, n: int) -> bool:
-        """Evicts up to `n` blocks of this class, or empties a slab of the class with the oldest blocks. False if nothing can go."""
-        ledger = self._ledger
-        oldest = {c.index: age for c in self._slabs.classes.values() if (age := ledger.oldest(c.index)) is not None}
-        while (giver := policy.source(size.index, oldest)) is not None:
-            if giver == size.index:
-                self._evict(ledger.victims(giver, n))
-                return True
-            slab = policy.slab_to_empty(ledger.slab_ages(giver, self._slabs.slab_pages))
-            if slab is not None:
-                pages = self._slabs.slab_pages
-                self._evict(ledger.rows_of_slab(giver, slab * pages, pages))
-                self._slabs.release_slab(slab)
-                self.counters.drained_slabs += 1
-                return True
-            del oldest[giver]  # something is in use in each of its slabs
-        return False
-
     def _forget(self, rows: Sequence[int]) -> None:
         """Takes sealed rows out of the index; slots of leased ones follow after their last lease."""
         leases = self._ledger.leases
         for row in rows:
             if leases[row]:
                 self._ledger.doom(row)
-        self._free([row for row in rows if not leases[row]])
+        self._room.free([row for row in rows if not leases[row]])
         self.counters.deleted_blocks += len(rows)
 
-    def _evict(self, rows: Sequence[int]) -> None:
-        self.counters.evicted_blocks += len(rows)
-        self.counters.evicted_bytes += sum(map(self._ledger.nbytes.__getitem__, rows))
-        self._free(rows)
+    def _undo(self, account: Account, reservation: Reservation, indices: Sequence[int]) -> int:
+        """Frees the slots of what is open among these entries. Returns how many."""
+        rows = self._close(account, reservation, indices, reservation.lost)
+        self._room.free(rows)
+        self.counters.aborted_blocks += len(rows)
+        return len(rows)
 
-    def _free(self, rows: Sequence[int]) -> None:
-        if self._poison:
-            for row in rows:
-                self.arena.poison(self._ledger.page[row] * SLOT_ALIGN, self._slot_bytes(row))
-        self._slabs.give(self._ledger.forget(rows))
-
-    def _close(self, account: Account, reservation: Reservation, indices: Sequence[int]) -> None:
-        """Takes entries out of a reservation and its accounts."""
+    def _close(self, account: Account, reservation: Reservation, indices: Sequence[int], closed: set[int] | None = None) -> list[int]:
+        """Takes what is open among these entries out of a reservation and its accounts. Returns the rows; adds the entries to `closed`."""
+        rows = []
         for i in indices:
             row = reservation.rows[i]
             if row is not None:
@@ -402,6 +358,22 @@ class Store:
                 slot = self._slot_bytes(row)
                 account.held -= slot
                 account.tenant.held -= slot
+                rows.append(row)
+                if closed is not None:
+                    closed.add(i)
+        return rows
+
+    def _write_headers(
+        self, reservation: Reservation, entries: Sequence[int], template: bytes, keys: list[bytes], hashes: list[bytes], slot: int
+    ) -> None:
+        """Header and padding of these entries' slots. Not under the lock: the slots are the caller's."""
+        made = headers(template, [keys[i] for i in entries], [hashes[i] for i in entries]).tobytes()
+        memory, nbytes, padding = self.arena.memory, reservation.nbytes, bytes(slot - reservation.nbytes)
+        for i, at in zip(entries, range(0, len(made), HEADER_BYTES), strict=True):
+            offset = reservation.pages[i] * SLOT_ALIGN
+            head = reservation.headers[i] = made[at : at + HEADER_BYTES]
+            memory[offset : offset + HEADER_BYTES] = head
+            memory[offset + nbytes : offset + slot] = padding
 
     def _handles_in_use(self) -> set[int]:
         with self._lock:
