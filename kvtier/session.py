@@ -13,12 +13,12 @@ import os
 import select
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import TypeVar
 
 from kvtier.block import digest
-from kvtier.errors import Denied, Full, Invalid, NotFound
+from kvtier.errors import Denied, Full, Invalid, KvtierError, NotFound
 from kvtier.namespaces import Namespace
 from kvtier.store import Account, Reservation, Store
 
@@ -56,7 +56,7 @@ class Session:
         self._ended = False
         self._reservations: dict[int, Reservation] = {}
         self._leases: dict[int, list[int | None]] = {}  # row per key in the request's order, None once released
-        self._finished: OrderedDict[int, int] = OrderedDict()  # id -> what the last call answered
+        self._finished: OrderedDict[int, tuple[int, Set[int]]] = OrderedDict()  # id -> (entries of a reservation, those that were lost)
 
     def allow(self, role: int) -> None:
         """Raises Denied if the peer's role is less."""
@@ -69,36 +69,36 @@ class Session:
         """Store.reserve under an id. Offset or PRESENT per key."""
         self._check_new(id_)
         reservation, offsets = self._store.reserve(self._account, namespace, resolved, context, keys, hashes)
-        if not reservation.pages:  # everything is present: nothing to seal
-            self._remember(id_, len(keys))
+        if not reservation.open:  # everything is present: nothing to seal
+            with self._lock:
+                self._remember(id_, len(keys))
             return offsets
-        if self._keep(self._reservations, id_, reservation):
-            return offsets
-        self._store.abort(self._account, reservation, range(len(keys)))
-        raise NotFound("the session has ended")
+        try:
+            self._keep(self._reservations, id_, reservation)
+        except KvtierError:
+            self._store.abort(self._account, reservation, range(len(keys)))
+            raise
+        return offsets
 
     def seal(self, id_: int, indices: Sequence[int], checksums: Sequence[int] | None = None) -> int:
-        """Makes entries of a reservation visible (all: no indices). Returns how many of these keys are known now. Idempotent."""
-        reservation = self._open(self._reservations, id_)
+        """Makes entries of a reservation visible (all: no indices). Returns how many of them are stored, aborted ones excepted. Idempotent."""
+        reservation = self._open(id_)
         if reservation is None:
-            return self._finished[id_]
-        entries = _entries(indices, len(reservation.rows))
+            with self._lock:
+                entries, lost = self._finished.get(id_, (0, frozenset()))
+            return sum(i not in lost for i in _entries(indices, entries))
         try:
-            known = self._store.seal(self._account, reservation, entries, checksums)
+            return self._store.seal(self._account, reservation, _entries(indices, len(reservation.rows)), checksums)
         finally:
-            self._finish(self._reservations, id_, reservation.rows)
-        with self._lock:
-            if id_ in self._finished:
-                self._finished[id_] = known
-        return known
+            self._finish(id_, reservation)
 
     def abort(self, id_: int, indices: Sequence[int]) -> int:
         """Gives entries of a reservation back (all: no indices). Returns how many slots were freed. Idempotent."""
-        reservation = self._open(self._reservations, id_)
+        reservation = self._open(id_)
         if reservation is None:
             return 0
         freed = self._store.abort(self._account, reservation, _entries(indices, len(reservation.rows)))
-        self._finish(self._reservations, id_, reservation.rows)
+        self._finish(id_, reservation)
         return freed
 
     def lease(self, id_: int, keys: list[bytes]) -> tuple[list[int], int]:
@@ -106,12 +106,15 @@ class Session:
         self._check_new(id_)
         rows, offsets, stop = self._store.lease(self._account, keys)
         if not rows:
-            self._remember(id_, 0)
+            with self._lock:
+                self._remember(id_)
             return offsets, stop
         held: list[int | None] = list(rows)
-        if not self._keep(self._leases, id_, held):
+        try:
+            self._keep(self._leases, id_, held)
+        except KvtierError:
             self._store.release(self._account, list(dict.fromkeys(rows)))
-            raise NotFound("the session has ended")
+            raise
         return offsets, stop
 
     def release(self, id_: int, indices: Sequence[int]) -> int:
@@ -124,7 +127,7 @@ class Session:
             if not indices:
                 del self._leases[id_]
                 going = [row for row in rows if row is not None]
-                self._remember_locked(id_, len(going))
+                self._remember(id_)
                 released = len(going)
                 going = list(dict.fromkeys(going))
             else:
@@ -137,7 +140,7 @@ class Session:
                 going = [row for row in candidates if row not in left]
                 if left == {None}:
                     del self._leases[id_]
-                    self._remember_locked(id_, released)
+                    self._remember(id_)
             self._store.release(self._account, going)
         return released
 
@@ -188,23 +191,26 @@ class Session:
 
     def _check_new(self, id_: int) -> None:
         with self._lock:
-            if self._ended:
-                raise NotFound("the session has ended")
-            if not 0 < id_ < 2**64 or id_ in self._reservations or id_ in self._leases or id_ in self._finished:
-                raise Invalid(f"id {id_} is 0 or was used before in this session")
-            if len(self._reservations) + len(self._leases) >= MAX_OPEN:
-                raise Full(f"full, retry: the session has {MAX_OPEN} reservations and leases open")
+            self._check_unused(id_)
 
-    def _keep(self, table: dict[int, T], id_: int, held: T) -> bool:
-        with self._lock:
-            if not self._ended:
-                table[id_] = held
-            return not self._ended
+    def _check_unused(self, id_: int) -> None:
+        if self._ended:
+            raise NotFound("the session has ended")
+        if not 0 < id_ < 2**64 or id_ in self._reservations or id_ in self._leases or id_ in self._finished:
+            raise Invalid(f"id {id_} is 0 or was used before in this session")
+        if len(self._reservations) + len(self._leases) >= MAX_OPEN:
+            raise Full(f"full, retry: the session has {MAX_OPEN} reservations and leases open")
 
-    def _open(self, table: dict[int, T], id_: int) -> T | None:
-        """The open entry of an id, None for a finished one. Raises NotFound for one that never was."""
+    def _keep(self, table: dict[int, T], id_: int, held: T) -> None:
+        """Enters what was taken. Raises what `_check_new` does: meanwhile another socket may have used the id, or the session may have ended."""
         with self._lock:
-            found = table.get(id_)
+            self._check_unused(id_)
+            table[id_] = held
+
+    def _open(self, id_: int) -> Reservation | None:
+        """The open reservation of an id, None for a finished one. Raises NotFound for one that never was."""
+        with self._lock:
+            found = self._reservations.get(id_)
             if found is None:
                 self._check_finished(id_)
             return found
@@ -213,18 +219,15 @@ class Session:
         if id_ not in self._finished:
             raise NotFound(f"id {id_} was not given in this session, or was finished long ago")
 
-    def _finish(self, table: dict[int, Reservation], id_: int, rows: Sequence[int | None]) -> None:
+    def _finish(self, id_: int, reservation: Reservation) -> None:
         with self._lock:
-            if id_ in table and all(row is None for row in rows):
-                del table[id_]
-                self._remember_locked(id_, 0)
+            if id_ in self._reservations and not reservation.open:
+                del self._reservations[id_]
+                self._remember(id_, len(reservation.rows), reservation.lost)
 
-    def _remember(self, id_: int, answer: int) -> None:
-        with self._lock:
-            self._remember_locked(id_, answer)
-
-    def _remember_locked(self, id_: int, answer: int) -> None:
-        self._finished[id_] = answer
+    def _remember(self, id_: int, entries: int = 0, lost: Set[int] = frozenset()) -> None:
+        """Under the lock. Of a lease nothing is kept but its id."""
+        self._finished[id_] = (entries, lost)
         if len(self._finished) > MAX_FINISHED:
             self._finished.popitem(last=False)
 
@@ -260,12 +263,12 @@ class Sessions:
                 if pidfd is not None:
                     os.close(pidfd)
                 raise Full(f"full, retry: {MAX_SESSIONS} sessions are open")
-            self._by_id[session.id] = session
-            session.sockets = 1
             if pidfd is not None:
+                self._poll.register(pidfd, select.EPOLLIN)
                 self._by_pidfd[pidfd] = session
                 self._pidfds[session.id] = pidfd
-                self._poll.register(pidfd, select.EPOLLIN)
+            self._by_id[session.id] = session
+            session.sockets = 1
         return session
 
     def join(self, session_id: bytes, peer: Peer) -> Session:
@@ -302,6 +305,10 @@ class Sessions:
             self._forget(session)
         session.end()
 
+    def watched(self, session: Session) -> bool:
+        """Whether the end of the session's process will be seen: only then may it map the arena."""
+        return session.id in self._pidfds
+
     def gauges(self) -> dict[str, int]:
         with self._lock:
             sessions = list(self._by_id.values())
@@ -324,12 +331,14 @@ class Sessions:
         return self._watcher.is_alive()
 
     def close(self) -> None:
-        """Ends the watcher; sessions stay as they are."""
+        """Ends the watcher and forgets the pidfds; sessions stay as they are, and may still be left."""
         os.write(self._wake_write, b"x")
         self._watcher.join(5)
-        self._poll.close()
-        for fd in (self._wake_read, self._wake_write, *self._by_pidfd):
-            os.close(fd)
+        with self._lock:
+            self._poll.close()
+            for fd in (self._wake_read, self._wake_write, *self._by_pidfd):
+                os.close(fd)
+            self._by_pidfd.clear()
 
     def _find(self, session_id: bytes, peer: Peer) -> Session:
         session = self._by_id.get(session_id)
@@ -343,21 +352,21 @@ class Sessions:
         del self._by_id[session.id]
         session.limbo = False
         pidfd = self._pidfds.pop(session.id, None)
-        if pidfd is not None:
-            del self._by_pidfd[pidfd]
+        if pidfd is not None and self._by_pidfd.pop(pidfd, None) is not None:  # after `close` it is closed already
             self._poll.unregister(pidfd)
             os.close(pidfd)
 
     def _watch(self) -> None:
         while True:
-            for fd, _ in self._poll.poll():
-                if fd == self._wake_read:
+            self._poll.poll()
+            with self._lock:  # asked again under it: a number seen before may by now be the pidfd of a process that lives
+                ready = [fd for fd, _ in self._poll.poll(0)]
+                if self._wake_read in ready:
                     return
-                with self._lock:
-                    session = self._by_pidfd.get(fd)
-                    if session is None:
-                        continue
+                ended = [session for fd in ready if (session := self._by_pidfd.get(fd)) is not None]
+                for session in ended:
                     self._forget(session)
+            for session in ended:
                 try:
                     session.end()
                 except Exception:  # a fault of ours in one session must not keep the others' slots
