@@ -186,13 +186,17 @@ class Lane:
         else:
             session = self._service.sessions.open(peer, pidfd)
         arena = self._service.store.arena
-        mapped = message.map and (pidfd is not None)
+        mapped = message.map and self._service.sessions.watched(session)
         reply = pb.HelloReply(session=session.id, tenant=peer.tenant, role=ROLES[peer.role], server=self._version)
         rights = []
         if mapped:
             reply.arena_bytes, reply.ready_bytes = arena.nbytes, arena.ready_bytes
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [arena.fd]))]
-        sock.sendmsg([frames.pack(0, request, self._service.boot, reply.SerializeToString())], rights)
+        try:
+            sock.sendmsg([frames.pack(0, request, self._service.boot, reply.SerializeToString())], rights)
+        except OSError:  # the peer did not wait for the answer
+            self._service.sessions.leave(session)
+            raise
         return session
 
     def _read_hello(self, sock: socket.socket, buffer: memoryview, first: bytes) -> tuple[int, pb.HelloRequest]:
