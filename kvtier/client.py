@@ -329,7 +329,7 @@ class Lease(Sequence[Body]):
             return
         del self._memory
         connection = self._client._connection
-        for id_ in self._ids:
+        for id_ in reversed(self._ids):  # the tail first, so that it is older than its head and goes first
             connection.finish(attachment, Verb.RELEASE, id_, self._deadline)
         connection.unuse(attachment)
 
@@ -343,6 +343,8 @@ class Lease(Sequence[Body]):
         return self._memory[start : start + self._body_bytes]
 
     def __iter__(self) -> Iterator[Body]:
+        if not self._offsets:  # perhaps nobody answered: there is no mapping then
+            return iter(())
         memory, nbytes = self._memory, self._body_bytes
         return iter([memory[at : at + nbytes] for at in [offset + HEADER_BYTES for offset in self._offsets]])
 
@@ -404,7 +406,9 @@ class Fill(Sequence[Body | None]):
                 known = pb.Count.FromString(reply).n
                 self.sealed += known
                 if known < n:
-                    break
+                    self.reason = "some blocks were dropped before they were sealed"
+                    self._abort()  # what follows is of no use without them
+                    return
         except KvtierError as failure:
             self.reason = str(failure)
             self._abort()

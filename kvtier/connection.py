@@ -20,6 +20,8 @@ import time
 import weakref
 from collections import deque
 
+from google.protobuf.message import DecodeError
+
 from kvtier import frames
 from kvtier.arena import POPULATE_STEP, Mapping
 from kvtier.errors import Deadline, KvtierError, NotFound, Unavailable, from_code
@@ -189,9 +191,11 @@ class Connection:
         try:
             hello = pb.HelloRequest(protocol=1, map=True, drained=list(self._drained))
             made = Attachment(anchor := _Socket(self.path, hello, min(_HELLO_DEADLINE, max(0.001, deadline))))
-        except (KvtierError, OSError) as error:
+        except BaseException as error:  # whatever it is, the next thread may try
             self._failed(error)
-            raise error if isinstance(error, KvtierError) else Unavailable(f"cannot map the arena: {error}") from None
+            if isinstance(error, OSError | ValueError | DecodeError):
+                raise Unavailable(f"cannot attach to the daemon: {error}") from None
+            raise
         with self._lock:
             self._connecting = False
             self._attachment = made
@@ -339,7 +343,7 @@ class Connection:
                     attachment.idle.append(sock)
             self._lock.notify()
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, error: BaseException) -> None:
         first, longest = _BACKOFF
         with self._lock:
             self._connecting = False
