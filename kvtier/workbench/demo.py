@@ -55,8 +55,10 @@ class Process:
     def __init__(self, name: str, directory: Path, *command: str) -> None:
         self.name = name
         self._log = directory / f"{name}.log"
+        # Waiting threads of torch sleep instead of spinning: on two busy cores a prefill takes 4 s, not 10.
+        environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
         with open(self._log, "wb") as log:
-            self.popen = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, stderr=log, text=True)
+            self.popen = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
         assert self.popen.stdout is not None
         self._lines: queue.Queue[str | None] = queue.Queue(10_000)
         threading.Thread(target=self._read, args=(self.popen.stdout,), daemon=True).start()

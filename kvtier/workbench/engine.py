@@ -37,17 +37,19 @@ from kvtier.workbench.smollm import Attend, SmolLM, Step
 # Static scales are twice what the calibration data asks for. e4m3 floats: a scale that is too large costs next to nothing (1,000x is not
 # measurable on this model), one that is 20x too small destroys it by clipping.
 HEADROOM = 2.0
-CALIBRATION = (2, 2048)  # passages, tokens of each: as long as what is served, so that no position is beyond the calibration
+PASSAGES = 2  # of calibration text, each as long as the prompt, so that no stored position is beyond the calibration
 CONTROL = 20.0  # the factor on the scales that must destroy the answer
 LINGER = 600.0  # seconds that `store` waits to be killed
 CALL = 5.0  # deadline of one call, far above the default: on a busy machine a late answer must not look like a miss
 
 
 def emit(event: str, **values: Any) -> None:
+    """Says something to the driver: one line of JSON."""
     print(json.dumps({"event": event, **values}), flush=True)
 
 
 def progress(what: str) -> Step:
+    """A callback that tells the driver how far this step is."""
     return lambda done, total: emit("progress", what=what, done=done, total=total)
 
 
@@ -79,6 +81,7 @@ class Setup:
 
 
 def set_up(arguments: argparse.Namespace) -> Setup:
+    """Loads the model and the text. Raises Invalid if there is less text, or the model sees less far, than asked for."""
     path = smollm.find()
     model = smollm.load(path, progress("load the model"))
     wanted = arguments.prompt + arguments.positions
@@ -109,12 +112,11 @@ def prefill(setup: Setup, tokens: Sequence[int], what: str) -> list[tuple[torch.
 
 def calibrate(setup: Setup) -> Artifact:
     """Static scales per head from topics that the measured text does not contain."""
-    passages, length = CALIBRATION
-    ids = setup.model.encode(texts.calibration())
+    length, ids = setup.prompt, setup.model.encode(texts.calibration())
     amax: dict[tuple[int, str], torch.Tensor] = {}
-    for i in range(passages):
-        start = i * (len(ids) - length) // max(1, passages - 1)
-        for layer, parts in enumerate(prefill(setup, ids[start : start + length], f"calibrate on other topics ({i + 1} of {passages})")):
+    for i in range(PASSAGES):
+        start = i * (len(ids) - length) // max(1, PASSAGES - 1)
+        for layer, parts in enumerate(prefill(setup, ids[start : start + length], f"calibrate on other topics ({i + 1} of {PASSAGES})")):
             for name, x in zip("kv", parts, strict=True):
                 seen = x.abs().amax(dim=(1, 2)).float()
                 amax[layer, name] = torch.maximum(amax.get((layer, name), seen), seen)
@@ -250,6 +252,7 @@ def restore(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
+    """Entry point of an engine process: `store` or `restore`."""
     parser = argparse.ArgumentParser(prog="python -m kvtier.workbench.engine", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("role", choices=("store", "restore"))
     parser.add_argument("--socket", required=True, help="the daemon's Unix socket")
