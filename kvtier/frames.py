@@ -9,6 +9,7 @@ Sockets are blocking with SO_RCVTIMEO and SO_SNDTIMEO (settimeout() would poll b
 
 from __future__ import annotations
 
+import mmap
 import socket
 import struct
 import time
@@ -20,6 +21,7 @@ HEADER = struct.Struct("<HBBIQQ")
 MAGIC, VERSION = 0x764B, 1
 MAX_HELLO = 4096
 MAX_BODY = 1 << 20
+_KEPT = 1 << 16  # bytes of a buffer that stay in memory between frames
 _TIMEVAL = struct.Struct("ll")
 
 
@@ -67,6 +69,19 @@ def pack(kind: int, request: int, extra: int, body: bytes) -> bytes:
     return HEADER.pack(MAGIC, VERSION, kind, len(body), request, extra) + body
 
 
+class Buffer:
+    """Room for one frame of the largest size, of which only what frames have filled is in memory: many sockets are mostly idle."""
+
+    def __init__(self) -> None:
+        self._map = mmap.mmap(-1, HEADER.size + MAX_BODY, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.view = memoryview(self._map)
+
+    def shrink(self, body: memoryview) -> None:
+        """Gives the memory of a large frame back, once its body is done with."""
+        if len(body) > _KEPT:
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+
 def receive(sock: socket.socket, buffer: memoryview, within: float) -> tuple[int, int, int, memoryview]:
     """One frame, usually by one recv: (verb or status, request id, deadline or boot id, body). The body lies in `buffer` until the next call.
 
@@ -84,16 +99,18 @@ def receive(sock: socket.socket, buffer: memoryview, within: float) -> tuple[int
 
 def continue_receive(sock: socket.socket, buffer: memoryview, have: int, within: float) -> tuple[int, int, int, memoryview]:
     """The rest of `receive` for a frame whose first `have` bytes are in the buffer."""
+    until = 0.0
     if have < HEADER.size:
-        have = _receive_until(sock, buffer, have, HEADER.size, time.monotonic() + within)
+        until = time.monotonic() + within
+        have = _receive_until(sock, buffer, have, HEADER.size, until)
     magic, version, kind, length, request, extra = HEADER.unpack_from(buffer)
     if magic != MAGIC or version != VERSION:
         raise Invalid(f"not a frame of lane version {VERSION}: it begins with {bytes(buffer[:4]).hex()}")
     end = HEADER.size + length
     if end > len(buffer):
-        raise Invalid(f"a frame of {length} bytes; the limit is {len(buffer) - HEADER.size}")
+        raise Invalid(f"a frame with a body of {length} bytes; the limit is {len(buffer) - HEADER.size}")
     if have < end:
-        have = _receive_until(sock, buffer, have, end, time.monotonic() + within)
+        have = _receive_until(sock, buffer, have, end, until or time.monotonic() + within)
     if have > end:
         raise Invalid("bytes after the frame: one call at a time on a socket")
     return kind, request, extra, buffer[HEADER.size : end]
@@ -111,3 +128,33 @@ def _receive_until(sock: socket.socket, buffer: memoryview, have: int, end: int,
             raise ConnectionError("the peer went away inside a frame")
         have += got
     return have
+
+
+def check_fields(body: memoryview, most: int) -> None:
+    """Raises Invalid if a message has more than `most` fields at its top level. Looks at no more than these.
+
+    Parsing costs 130 bytes of memory for each sub-message, and an empty one is two bytes on the wire: 1 MiB would become 66.
+    """
+    at, end = 0, len(body)
+    for _ in range(most + 1):
+        if at >= end:
+            return
+        tag, at = _varint(body, at)
+        kind = tag & 7
+        if kind == 2:
+            length, at = _varint(body, at)
+            at += length
+        else:
+            at = _varint(body, at)[1] if kind == 0 else at + (8 if kind == 1 else 4)
+    raise Invalid(f"a message with more than {most} fields")
+
+
+def _varint(body: memoryview, at: int) -> tuple[int, int]:
+    """A number and where it ends; (0, the end) where there is none, which the parser will refuse."""
+    value = shift = 0
+    for i in range(at, min(at + 10, len(body))):
+        value |= (body[i] & 0x7F) << shift
+        if body[i] < 0x80:
+            return value, i + 1
+        shift += 7
+    return 0, len(body)

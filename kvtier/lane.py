@@ -2,7 +2,8 @@
 
 One thread per socket, one outstanding call per socket. The first frame is a hello: it opens or joins a session and hands the arena's file
 descriptor out, if a pidfd of the client can be had (from the kernel, or passed along). Every wait has a limit: 2 s for a hello and
-for the rest of a frame that has begun, 2 s for a client to take its answer. What is malformed is answered by name or closed, and stores nothing.
+for the rest of a frame that has begun (and at most 2 s more for the last piece that then comes too late), 2 s for a client to take its answer.
+What is malformed is answered by name or closed, and stores nothing.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import importlib.metadata
 import logging
 import os
 import socket
+import stat
 import struct
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,7 +50,7 @@ class Lane:
         self._path = path
         self._service = service
         self._peers = peers
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._sockets: set[socket.socket] = set()
         self._strangers = 0
         self._refused = 0
@@ -56,14 +59,14 @@ class Lane:
         self._guard = self._claim()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
-            path.unlink(missing_ok=True)  # left by a daemon that is gone: the guard proves it
+            self._remove_stale()
             self._listener.bind(str(path))
             path.chmod(mode)
             self._listener.listen(128)
-        except OSError as error:
+        except (OSError, Unavailable) as error:
             self._listener.close()
             os.close(self._guard)
-            raise Unavailable(f"cannot listen on {path}: {error.strerror}") from None
+            raise Unavailable(f"cannot listen on {path}: {error.strerror}" if isinstance(error, OSError) else str(error)) from None
         self._acceptor = threading.Thread(target=self._accept, name="lane-accept", daemon=True)
 
     def start(self) -> None:
@@ -74,7 +77,7 @@ class Lane:
         return self._acceptor.is_alive()
 
     def close(self) -> None:
-        """Stops accepting, lets calls under way finish, closes every socket and removes the path."""
+        """Stops accepting, lets calls under way finish, closes every socket and removes the path. Waits at most twice `PATIENCE`."""
         with self._lock:
             self._closing = True
             sockets = list(self._sockets)
@@ -86,6 +89,9 @@ class Lane:
                 sock.shutdown(socket.SHUT_RD)  # the thread answers the call it is in, then reads the end of the stream
             except OSError:
                 pass  # gone already
+        with self._lock:
+            if not self._lock.wait_for(lambda: not self._sockets, PATIENCE):
+                log.warning("%d sockets are still in a call; they are cut off", len(self._sockets))
         self._path.unlink(missing_ok=True)
         os.close(self._guard)
 
@@ -95,13 +101,27 @@ class Lane:
 
     def _claim(self) -> int:
         """A lock beside the socket that lives as long as this process: a second daemon is refused, a stale socket is not."""
-        guard = os.open(self._path.with_name(self._path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = self._path.with_name(self._path.name + ".lock")
+        try:
+            guard = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise Unavailable(f"cannot open {lock}: {error.strerror}") from None
         try:
             fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(guard)
             raise Unavailable(f"another daemon serves {self._path}: stop it, or choose another --socket") from None
         return guard
+
+    def _remove_stale(self) -> None:
+        """Removes the socket of a daemon that is gone (the guard proves it), and nothing else that may stand there. Raises OSError, Unavailable."""
+        try:
+            mode = self._path.lstat().st_mode
+        except FileNotFoundError:
+            return
+        if not stat.S_ISSOCK(mode):
+            raise Unavailable(f"{self._path} exists and is not a socket: remove it, or choose another --socket")
+        self._path.unlink()
 
     def _accept(self) -> None:
         while True:
@@ -136,6 +156,7 @@ class Lane:
         with self._lock:
             self._sockets.discard(sock)
             self._strangers -= stranger
+            self._lock.notify_all()
 
     def _serve(self, sock: socket.socket) -> None:
         session: Session | None = None
@@ -154,14 +175,17 @@ class Lane:
         except Exception:
             log.exception("a lane socket failed")
         finally:
-            self._drop(sock, stranger)
-            if session is not None:
-                self._service.sessions.leave(session)
+            try:
+                if session is not None:
+                    self._service.sessions.leave(session)
+            finally:
+                self._drop(sock, stranger)
 
     def _hello(self, sock: socket.socket) -> Session:
         """Reads the first frame and answers it. Raises what `frames.receive` raises, and KvtierError for a hello that is refused."""
         buffer = memoryview(bytearray(frames.HEADER.size + frames.MAX_HELLO))
         passed = array.array("i")
+        until = time.monotonic() + PATIENCE
         try:
             data, ancillary, _, _ = sock.recvmsg(len(buffer), socket.CMSG_LEN(4 * 4), socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
@@ -170,40 +194,43 @@ class Lane:
             for level, kind, payload in ancillary:
                 if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                     passed.frombytes(payload[: len(payload) // 4 * 4])
-            request, message = self._read_hello(sock, buffer, data)
+            request, message = self._read_hello(sock, buffer, data, until)
             uid, gid, pid = _credentials(sock)
             peer = self._peers(uid, gid, pid)
+            for old in message.drained:
+                self._service.sessions.drained(old, peer)
             pidfd = _pidfd(sock, passed, pid)
         finally:
             for fd in passed:
                 os.close(fd)
-        for old in message.drained:
-            self._service.sessions.drained(old, peer)
         if message.session:
             if pidfd is not None:
                 os.close(pidfd)
             session = self._service.sessions.join(message.session, peer)
         else:
             session = self._service.sessions.open(peer, pidfd)
-        arena = self._service.store.arena
-        mapped = message.map and self._service.sessions.watched(session)
+        try:
+            self._welcome(sock, request, session, message.map and self._service.sessions.watched(session))
+        except BaseException:  # it went away before it heard: this socket does not keep the session
+            self._service.sessions.leave(session)
+            raise
+        return session
+
+    def _welcome(self, sock: socket.socket, request: int, session: Session, mapped: bool) -> None:
+        """Answers a hello, with the arena's file descriptor if `mapped`."""
+        arena, peer = self._service.store.arena, session.peer
         reply = pb.HelloReply(session=session.id, tenant=peer.tenant, role=ROLES[peer.role], server=self._version)
         rights = []
         if mapped:
             reply.arena_bytes, reply.ready_bytes = arena.nbytes, arena.ready_bytes
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [arena.fd]))]
-        try:
-            sock.sendmsg([frames.pack(0, request, self._service.boot, reply.SerializeToString())], rights)
-        except OSError:  # the peer did not wait for the answer
-            self._service.sessions.leave(session)
-            raise
-        return session
+        sock.sendmsg([frames.pack(0, request, self._service.boot, reply.SerializeToString())], rights)
 
-    def _read_hello(self, sock: socket.socket, buffer: memoryview, first: bytes) -> tuple[int, pb.HelloRequest]:
+    def _read_hello(self, sock: socket.socket, buffer: memoryview, first: bytes, until: float) -> tuple[int, pb.HelloRequest]:
         if not first:
             raise frames.Closed
         buffer[: len(first)] = first
-        kind, request, _, body = frames.continue_receive(sock, buffer, len(first), PATIENCE)
+        kind, request, _, body = frames.continue_receive(sock, buffer, len(first), until - time.monotonic())
         if kind != Verb.HELLO:
             raise Invalid(f"the first frame must be a hello, not verb {kind}")
         try:
@@ -217,44 +244,53 @@ class Lane:
         return request, message
 
     def _calls(self, sock: socket.socket, session: Session) -> None:
-        buffer = memoryview(bytearray(frames.HEADER.size + frames.MAX_BODY))
-        boot = self._service.boot
+        buffer = frames.Buffer()
+        view, boot = buffer.view, self._service.boot
         while True:
             try:
-                verb, request, _, body = frames.receive(sock, buffer, PATIENCE)
+                verb, request, _, body = frames.receive(sock, view, PATIENCE)
             except frames.Idle:
                 continue
             except frames.Closed:
                 return
-            handler = HANDLERS.get(verb)
-            undo = 0
-            try:
-                if handler is None:
-                    raise Invalid(f"unknown verb {verb}")
-                session.allow(handler.role)
-                message = handler.request.FromString(body)  # type: ignore[arg-type]
-                reply = handler.call(self._service, session, message).SerializeToString()
-                status = 0
-                if handler.undo:
-                    undo = message.id  # type: ignore[attr-defined]
-            except KvtierError as error:
-                status, reply = error.code, str(error).encode()
-            except DecodeError:
-                status, reply = Invalid.code, f"the body is not the message that verb {verb} takes".encode()
-            except Exception:
-                log.exception("verb %d failed", verb)
-                status, reply = KvtierError.code, b"internal error; see the daemon's log"
+            status, reply, undo = self._answer(session, verb, body)
             try:
                 sock.sendall(frames.pack(status, request, boot, reply))
             except OSError:
                 if undo:
                     session.undo(undo)
                 return
+            del reply  # an idle socket keeps nothing of its last call
+            buffer.shrink(body)
+
+    def _answer(self, session: Session, verb: int, body: memoryview) -> tuple[int, bytes, int]:
+        """Serves one call: (status, body of the answer, id to take back if the answer cannot be delivered, or 0)."""
+        handler = HANDLERS.get(verb)
+        try:
+            if handler is None:
+                raise Invalid(f"unknown verb {verb}")
+            session.allow(handler.role)
+            if handler.most_fields:
+                frames.check_fields(body, handler.most_fields)
+            message = handler.request.FromString(body)  # type: ignore[arg-type]
+            reply = handler.call(self._service, session, message).SerializeToString()
+            return 0, reply, message.id if handler.undo else 0  # type: ignore[attr-defined]
+        except KvtierError as error:
+            return error.code, _text(error), 0
+        except DecodeError:
+            return Invalid.code, f"the body is not the message that verb {verb} takes".encode(), 0
+        except Exception:
+            log.exception("verb %d failed", verb)
+            return KvtierError.code, b"internal error; see the daemon's log", 0
+
+
+def _text(error: KvtierError) -> bytes:
+    return str(error).encode(errors="backslashreplace")  # it may quote what the caller sent
 
 
 def _refuse(sock: socket.socket, error: KvtierError, boot: int) -> None:
     try:
-        sock.sendall(frames.pack(error.code, 0, boot, str(error).encode()))
+        sock.sendall(frames.pack(error.code, 0, boot, _text(error)))
     except OSError:
         pass  # nobody listens
 

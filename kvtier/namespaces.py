@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvtier.errors import Full, Invalid, NotFound, Stale
 from kvtier.identity import Description, diff, namespace_digest, parse_description
 from kvtier.layout import Extents, Range
 
 MAX_NAMESPACES = 4096
-_MAX_GEOMETRIES = 4096
+_MAX_GEOMETRIES = 256  # ranges in use, by namespace; a few bytes each
 _MAX_EXPLAINED = 64  # youngest namespaces of a model that `explain` compares with; a diff costs about 1 ms
 
 
@@ -31,12 +31,21 @@ class Namespace:
     dropped: bool = False
     _geometries: dict[tuple[int, int, int, int, int], Extents] = field(default_factory=dict)
 
+    def check(self, resolved: tuple[int, int, int, int, int]) -> None:
+        """Raises Invalid for a range outside the layout. Makes nothing and keeps nothing, whatever a caller asks for."""
+        group, layer_lo, layer_hi, head_lo, head_hi = resolved
+        self.description.layout.resolve(Range(group, (layer_lo, layer_hi), (head_lo, head_hi)))
+
     def extents(self, resolved: tuple[int, int, int, int, int]) -> Extents:
-        """Extents of a range given with both ends. Raises Invalid outside the layout. Cached: hashing a layout costs more than a call."""
+        """Sizes of a range given with both ends; of its layers' offsets only the first layer's, so that any range costs the same few bytes.
+
+        Raises Invalid outside the layout. Cached: hashing a layout costs more than a call.
+        """
         found = self._geometries.get(resolved)
         if found is None:
             group, layer_lo, layer_hi, head_lo, head_hi = resolved
-            found = self.description.layout.extents(Range(group, (layer_lo, layer_hi), (head_lo, head_hi)))
+            whole = self.description.layout.extents(Range(group, (layer_lo, layer_hi), (head_lo, head_hi)))
+            found = replace(whole, scales=whole.scales[:1], data=whole.data[:1])
             if len(self._geometries) >= _MAX_GEOMETRIES:
                 self._geometries.clear()
             self._geometries[resolved] = found

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,10 +83,10 @@ class Service:
         return pb.Slots(offset=session.reserve(request.id, namespace, resolved, request.context or NO_CONTEXT, keys, hashes))
 
     def seal(self, session: Session, request: pb.Held) -> pb.Count:
-        return pb.Count(n=session.seal(request.id, request.index))
+        return pb.Count(n=session.seal(request.id, _entries(request)))
 
     def abort(self, session: Session, request: pb.Held) -> pb.Count:
-        return pb.Count(n=session.abort(request.id, request.index))
+        return pb.Count(n=session.abort(request.id, _entries(request)))
 
     def lease(self, session: Session, request: pb.Keys) -> pb.Slots:
         namespace = self.store.namespaces.get(request.handle, session.peer.tenant)
@@ -94,7 +94,7 @@ class Service:
         return pb.Slots(offset=offsets, stop=stop)  # type: ignore[arg-type]
 
     def release(self, session: Session, request: pb.Held) -> pb.Count:
-        return pb.Count(n=session.release(request.id, request.index))
+        return pb.Count(n=session.release(request.id, _entries(request)))
 
     def delete(self, session: Session, request: pb.Keys) -> pb.Count:
         namespace = self.store.namespaces.get(request.handle, session.peer.tenant)
@@ -196,11 +196,12 @@ class Handler:
     role: int
     call: Callable[[Service, Session, Any], Message]
     undo: bool = False  # an answer that cannot be delivered is taken back
+    most_fields: int = 0  # top-level fields that the request may have, where sub-messages repeat; 0: not looked at
 
 
 HANDLERS: dict[int, Handler] = {
     Verb.REGISTER: Handler(pb.RegisterRequest, READ, Service.register),
-    Verb.LOOKUP: Handler(pb.LookupRequest, READ, Service.lookup),
+    Verb.LOOKUP: Handler(pb.LookupRequest, READ, Service.lookup, most_fields=MAX_RUNS + 8),
     Verb.PREFETCH: Handler(pb.Keys, READ, Service.prefetch),
     Verb.RESERVE: Handler(pb.Keys, WRITE, Service.reserve, undo=True),
     Verb.SEAL: Handler(pb.Held, WRITE, Service.seal),
@@ -242,10 +243,16 @@ def range_of(request: pb.Keys | pb.Run) -> tuple[int, int, int, int, int]:
     return (request.group, request.layer_lo, request.layer_hi, request.head_lo, request.head_hi)
 
 
+def _entries(request: pb.Held) -> Sequence[int]:
+    if len(request.index) > MAX_KEYS:
+        raise Invalid(f"{len(request.index)} entries in one call; the limit is {MAX_KEYS}")
+    return request.index
+
+
 def _keys(namespace: Namespace, request: pb.Keys | pb.Run, context: bytes) -> list[bytes]:
     """Checks range, context and hashes of a request and derives its keys."""
     resolved = range_of(request)
-    namespace.extents(resolved)  # refuses a range outside the layout
+    namespace.check(resolved)
     nbytes = namespace.description.hashing.nbytes
     check_hashes(request.hashes, nbytes, MAX_KEYS)
     return derive_keys(namespace.digest, resolved, context or NO_CONTEXT, request.hashes, nbytes)
