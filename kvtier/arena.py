@@ -35,7 +35,10 @@ class Arena:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = (nbytes + SLOT_ALIGN - 1) // SLOT_ALIGN * SLOT_ALIGN
-        self.fd = os.memfd_create("kvtier-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            self.fd = os.memfd_create("kvtier-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as error:
+            raise Full(f"cannot make shared memory: {error.strerror}") from None
         try:
             os.ftruncate(self.fd, self.nbytes)
             fcntl.fcntl(self.fd, _F_ADD_SEALS, _SEALS)

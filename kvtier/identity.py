@@ -24,6 +24,7 @@ from kvtier.layout import STATIC, Layout, check_int, fields
 FORMAT = 1  # version of the block format and of this schema; a field of every description
 MAX_DESCRIPTION_BYTES = 256 * 1024
 MAX_TEXT = 1024
+MAX_DEPTH = 16  # of brackets in a description, which needs 7
 DIGEST_BYTES = 32
 HASH_BYTES = (8, 64)  # content hashes of engines have between these many bytes
 NO_CONTEXT = bytes(32)
@@ -34,6 +35,7 @@ _PERSON_KEY = b"kvtier.key.1"
 _PERSON_CONTEXT = b"kvtier.ctx.1"
 _PERSON_CHAIN = b"kvtier.chain.1"
 _REVISION = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}|fingerprint:[0-9a-f]{64}")
+_STRING, _BRACKET = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL), re.compile(rb"[][{}]")
 _HEX64 = re.compile(r"[0-9a-f]{64}")
 _RANGE = struct.Struct("<5H")
 
@@ -135,7 +137,7 @@ class Description:
             check_int(name, value, low, high)
         for name, rope_value in self.rope.items():
             check_text("rope field", name)
-            if type(rope_value) is not int and not (isinstance(rope_value, str) and len(rope_value) <= MAX_TEXT):
+            if type(rope_value) is not int and not (isinstance(rope_value, str) and len(rope_value) <= MAX_TEXT and rope_value.isprintable()):
                 raise Invalid(f"rope.{name} must be text or an integer (a float goes through f64_hex), not {rope_value!r}")
         _check_scales(self)
         object.__setattr__(self, "scales", MappingProxyType(dict(self.scales)))  # the caller's dicts may change later
@@ -196,14 +198,26 @@ def parse_description(raw: bytes) -> Description:
     """The description in these canonical bytes. Raises Invalid if they are too long, not JSON, not canonical, or outside the schema."""
     if len(raw) > MAX_DESCRIPTION_BYTES:
         raise Invalid(f"a description has at most {MAX_DESCRIPTION_BYTES} bytes, not {len(raw)}")
+    _check_depth(raw)
     try:
         data = json.loads(raw)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise Invalid(f"a description must be JSON: {error}") from None
     description = Description.from_json(data)
     if description.canonical != raw:
         raise Invalid("the description is not in canonical form (sorted keys, no spaces, no duplicate keys)")
     return description
+
+
+def _check_depth(raw: bytes) -> None:
+    """Raises Invalid for brackets nested deeper than MAX_DEPTH: Python 3.13's parser overruns the stack of a small thread, and the process dies."""
+    if not raw.isascii() or b"\0" in raw:  # else strings would not be where they seem to be
+        raise Invalid("a description must be JSON in ASCII, other characters as \\u escapes")
+    depth = 0
+    for bracket in _BRACKET.findall(_STRING.sub(b"", raw)):
+        depth += 1 if bracket in b"[{" else -1
+        if depth > MAX_DEPTH:
+            raise Invalid(f"a description is nested at most {MAX_DEPTH} deep")
 
 
 def namespace_digest(description: Description, tenant: str) -> bytes:
