@@ -144,6 +144,10 @@ def _pair_rows(report: Report, case: str, phase: Phase) -> None:
     report.add(case, "CPU of the server a pair", phase.cpu_per_call("server") * 1e6, "us")
 
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
 def main(
     quick: Annotated[bool, typer.Option(help="walk through everything, measure nothing worth reading")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="keep the rows in this file")] = None,
@@ -158,4 +162,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 
@@ -19,6 +20,10 @@ from bench.marks import MARKS
 from bench.pools import Bytes, endless, pool_bytes, private, shared
 from bench.report import Report
 from kvtier.client import Fill, Lease
+from kvtier.connection import _Socket as Socket
+from kvtier.frames import Verb, pack, receive
+from kvtier.layout import HEADER_BYTES
+from kvtier.v1 import kvtier_pb2 as pb
 
 
 class Copier:
@@ -87,28 +92,95 @@ def pipelined(copier: Copier, nbatches: int, read: bool) -> Callable[[], None]:
         held = client.lease(namespace, hashes, deadline=DEADLINE) if read else client.fill(namespace, hashes, deadline=DEADLINE)
         return held, list(held.__enter__())
 
+    def close(held: Lease | Fill) -> None:
+        held.__exit__(None, None, None)
+        if isinstance(held, Fill):
+            assert held.sealed == BATCH, f"{held.sealed} of {BATCH} blocks were put: {held.reason}"
+
     def run() -> None:
         work = [copier.recent[i % len(copier.recent)] if read else (fresh(), next(copier.puts)) for i in range(nbatches)]
         with ThreadPoolExecutor(1) as control:
             ahead = deque(control.submit(open_, hashes) for hashes, _ in work[:2])
+            closed = []
             for n, (_, blocks) in enumerate(work):
                 held, bodies = ahead.popleft().result()
+                assert len(bodies) == BATCH, f"{len(bodies)} of {BATCH} blocks: {held.reason}"
                 for i, body in zip(blocks, bodies, strict=True):
                     assert body is not None, held.reason
                     if read:
                         np.copyto(copier.target[i], body)
                     else:
                         np.copyto(body, copier.source[i])
-                control.submit(held.__exit__, None, None, None)
+                closed.append(control.submit(close, held))
                 if n + 2 < nbatches:
                     ahead.append(control.submit(open_, work[n + 2][0]))
+            for done in closed:
+                done.result(DEADLINE)
+        if not read:
+            copier.recent.extend(work)
 
     return run
 
 
+class SplitLane:
+    """The same with one thread and split calls, below the client library: a call is sent before the copy it hides behind and answered after it."""
+
+    def __init__(self, copier: Copier) -> None:
+        live = copier.live
+        attachment = live.attachment()
+        hello = pb.HelloRequest(protocol=1, session=attachment.session)
+        self.copier, self.memory, self.ids = copier, attachment.memory, attachment.ids
+        self.opener, self.closer = (Socket(str(live.path), hello, DEADLINE) for _ in range(2))
+        assert live.namespace._handle is not None
+        self.handle = live.namespace._handle[1]
+        self.extents = live.namespace.extents()
+
+    def close(self) -> None:
+        self.opener.close()
+        self.closer.close()
+
+    def send(self, socket: Socket, verb: Verb, message: pb.Keys | pb.Held) -> None:
+        socket.sock.sendall(pack(verb, 0, int(DEADLINE * 1000), message.SerializeToString()))
+
+    def answer(self, socket: Socket) -> bytes:
+        status, _, _, body = receive(socket.sock, socket.buffer, DEADLINE)
+        assert status == 0, bytes(body)
+        return bytes(body)
+
+    def run(self, nbatches: int, read: bool) -> None:
+        copier, nbytes = self.copier, self.extents.body_bytes
+        work = [copier.recent[i % len(copier.recent)] if read else (fresh(), next(copier.puts)) for i in range(nbatches)]
+        opening, closing = (Verb.LEASE, Verb.RELEASE) if read else (Verb.RESERVE, Verb.SEAL)
+
+        def open_(hashes: bytes) -> int:
+            id_ = next(self.ids)
+            size = 0 if read else self.extents.block_bytes
+            self.send(self.opener, opening, pb.Keys(handle=self.handle, layer_hi=1, head_hi=1, id=id_, hashes=hashes, nbytes=size))
+            return id_
+
+        following = open_(work[0][0])
+        for n, (_, blocks) in enumerate(work):
+            id_, offsets = following, pb.Slots.FromString(self.answer(self.opener)).offset
+            if n + 1 < nbatches:
+                following = open_(work[n + 1][0])
+            for i, offset in zip(blocks, offsets, strict=True):
+                slot = self.memory[offset + HEADER_BYTES : offset + HEADER_BYTES + nbytes]
+                if read:
+                    np.copyto(copier.target[i], slot)
+                else:
+                    np.copyto(slot, copier.source[i])
+            if n:
+                self.answer(self.closer)
+            self.send(self.closer, closing, pb.Held(id=id_))
+        self.answer(self.closer)
+        if not read:
+            copier.recent.extend(work)
+
+
 def copy(report: Report, quick: bool) -> None:
     """Put and get-with-copy of 32 blocks a call against the same copies inside an empty pair of calls; beside it, plain np.copyto."""
-    for size in (128 * KiB, 1 * MiB) if quick else (128 * KiB, 256 * KiB, 1 * MiB, 4 * MiB):
+    sizes = (128 * KiB, 1 * MiB) if quick else (128 * KiB, 256 * KiB, 1 * MiB, 4 * MiB)
+    for size in sizes:
         nbatches = pool_bytes(quick, BATCH * size) // (BATCH * size)
         with Live(arena_for(4 * nbatches * BATCH, size), size) as live, EmptyLane(live.options) as empty:
             copier = Copier(live, empty, size, quick)
@@ -121,10 +193,23 @@ def copy(report: Report, quick: bool) -> None:
             _copy_rows(report, size, "put", puts)
             _copy_rows(report, size, "get", gets)
             if size == 1 * MiB:
-                for verb, read, plain in (("put", False, copier.copy_in), ("get", True, copier.copy_out)):
-                    run = pipelined(copier, 4 if quick else 32, read)
-                    done = interleave({verb: run, "copy": _times(plain, 4 if quick else 32)}, Effort.of(quick))
-                    report.share(f"{verb} 1024 KiB", "two batches in flight, share of np.copyto", ratios(done[verb], done["copy"]))
+                _in_flight_rows(report, copier, 4 if quick else 32, Effort.of(quick))
+
+
+def _in_flight_rows(report: Report, copier: Copier, nbatches: int, effort: Effort) -> None:
+    split = SplitLane(copier)
+    for verb, read, plain in (("put", False, copier.copy_in), ("get", True, copier.copy_out)):
+        phases: dict[str, Callable[[], object]] = {
+            "thread": pipelined(copier, nbatches, read),
+            "split": partial(split.run, nbatches, read),
+            "one": _times(copier.get if read else copier.put, nbatches),
+            "copy": _times(plain, nbatches),
+        }
+        done = interleave(phases, effort, {"daemon": copier.live.pid})
+        for name, what in (("one", "one batch in flight"), ("thread", "two batches in flight"), ("split", "two in flight, raw split calls")):
+            report.share(f"{verb} 1024 KiB, {what}", "share of np.copyto", ratios(done[name], done["copy"]))
+        copier.check()
+    split.close()
 
 
 def _times(call: Callable[[], None], n: int) -> Callable[[], None]:

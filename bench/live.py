@@ -123,16 +123,14 @@ class Live:
         return hashes
 
     def fill_up(self, step: int = 500) -> list[bytes]:
-        """As many fresh blocks as the arena holds, `step` a call: afterwards every reserve evicts. Returns the hashes of each call."""
-        calls = self.capacity // step
-        with progress("filling the store", 20) as tick:
-            filled = []
-            for n in range(calls):
+        """Fresh blocks until nothing is free, `step` a call: afterwards every reserve evicts. Returns the hashes of each whole call."""
+        calls, rest = divmod(self.capacity - self.status()["known_blocks"], step)
+        filled = []
+        with progress("filling the store", calls) as tick:
+            for _ in range(calls):
                 filled.append(self.fill(step))
-                if n % max(1, calls // 20) == 0:
-                    tick()
-        if self.capacity % step:
-            self.fill(self.capacity % step)
+                tick()
+        self.fill(rest)
         return filled
 
     # -- what is timed

@@ -21,7 +21,7 @@ import typer
 from bench.copies import copy
 from bench.empty import EmptyLane
 from bench.harness import Effort, MiB, Phase, end_cleanly, interleave, median, memory, now, percentile, pinned, placements, progress, ratios
-from bench.live import BATCH, BODY, HASH, Live, Peer, arena_for, measure_calls
+from bench.live import BATCH, BODY, HASH, Calls, Live, Peer, arena_for, measure_calls
 from bench.marks import MARKS
 from bench.report import Report
 
@@ -90,6 +90,7 @@ def million(report: Report, quick: bool) -> None:
     with Live(arena_for(64, BODY), BODY) as idle:
         baseline = memory(idle.pid)["RssAnon"]
     with Live(arena_for(4_000, BODY), BODY) as small, Live(arena_for(known, BODY), BODY) as big, EmptyLane(big.options) as empty:
+        calls = measure_calls(big)
         few = [small.fill(BATCH) for _ in range(1000 // BATCH)]
         many = big.fill_up(step)
         stored = big.status()["known_blocks"]
@@ -97,7 +98,6 @@ def million(report: Report, quick: bool) -> None:
         anonymous = memory(big.pid)["RssAnon"]
         report.add("million", "anonymous bytes a known block", (anonymous - baseline) / stored, "bytes", mark=MARKS["million bytes a block"])
         report.add("million", "anonymous memory of the daemon", anonymous / MiB, "MiB", baseline / MiB, anonymous / baseline)
-        calls = measure_calls(big)
         order = random.Random(1)
         runs = [hashes[: prefix * HASH] for hashes in many]
         parts = [hashes[at * HASH : (at + BATCH) * HASH] for hashes in many for at in range(0, step - BATCH, step // 4)]
@@ -111,7 +111,7 @@ def million(report: Report, quick: bool) -> None:
         }
         done = interleave(phases, Effort.of(quick, 31, 0.25), {"daemon": big.pid})
         _million_rows(report, done)
-        _evictions(report, quick, big, empty, known)
+        _evictions(report, big, empty, calls, known)
 
 
 def _million_rows(report: Report, done: dict[str, Phase]) -> None:
@@ -132,9 +132,8 @@ def _million_rows(report: Report, done: dict[str, Phase]) -> None:
     report.add("million", "empty pair p99", pair.p(99) * 1e6, "us")
 
 
-def _evictions(report: Report, quick: bool, big: Live, empty: EmptyLane, known: int) -> None:
+def _evictions(report: Report, big: Live, empty: EmptyLane, calls: Calls, known: int) -> None:
     """Worst single call while 60 % of the store is evicted through it, three times; beside each run the worst empty call of the same window."""
-    calls = measure_calls(big)
     reserve, seal = empty.call(calls.reserve), empty.call(calls.seal)
     nbatches = known * 6 // 10 // BATCH
     worst: list[tuple[float, float]] = []
@@ -220,6 +219,10 @@ CASES: dict[str, Callable[[Report, bool], None]] = {
 }
 
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
 def main(
     case: Annotated[str, typer.Argument(help="one of " + ", ".join(CASES) + ", or all")] = "all",
     quick: Annotated[bool, typer.Option(help="walk through everything, measure nothing worth reading")] = False,
@@ -238,4 +241,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()
