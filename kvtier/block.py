@@ -14,7 +14,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvtier.errors import Lost
-from kvtier.layout import HEADER_BYTES, MAX_BLOCK_BYTES, Extents
+from kvtier.layout import ALIGN, HEADER_BYTES, MAX_BLOCK_BYTES, MAX_GROUPS, MAX_HEADS, MAX_LAYERS, MAX_TOKENS, Extents
 
 MAGIC = b"KVTIER\r\n"  # the line end shows transfers that mangle text
 VERSION = 1
@@ -91,10 +91,12 @@ def parse_header(block: Bytes) -> Header:
     if not 8 <= hash_bytes <= 64:
         raise Lost(f"content hash of {hash_bytes} bytes")
     group, layer_lo, layer_hi, head_lo, head_hi = resolved
-    if not (layer_lo < layer_hi and head_lo < head_hi):
-        raise Lost(f"empty range: layers [{layer_lo}, {layer_hi}), heads [{head_lo}, {head_hi})")
-    if not (HEADER_BYTES <= scales <= payload < nbytes <= MAX_BLOCK_BYTES and tokens):
-        raise Lost(f"sizes that do not fit: {nbytes} bytes, scales at {scales}, payload at {payload}, {tokens} tokens")
+    if not (group < MAX_GROUPS and layer_lo < layer_hi <= MAX_LAYERS and head_lo < head_hi <= MAX_HEADS):
+        raise Lost(f"no such range: group {group}, layers [{layer_lo}, {layer_hi}), heads [{head_lo}, {head_hi})")
+    if not 1 <= tokens <= MAX_TOKENS:
+        raise Lost(f"a block of {tokens} tokens")
+    if scales != HEADER_BYTES or not scales <= payload < nbytes <= MAX_BLOCK_BYTES or payload % ALIGN or nbytes % ALIGN:
+        raise Lost(f"sizes that do not fit: {nbytes} bytes, scales at {scales}, payload at {payload}")
     return Header(
         hash_bytes, (group, layer_lo, layer_hi, head_lo, head_hi), nbytes, key, namespace, context, content[:hash_bytes], tokens, scales, payload
     )
