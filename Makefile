@@ -66,7 +66,7 @@ format: $(CORE) ## let ruff format the code and order the imports
 	@$(PY) -m ruff format .
 
 bench: $(CORE) ## ceilings of this machine, then the store against them; rows go to bench/results
-	@for bench in $(BENCHES); do echo "== bench/$$bench.py"; $(PY) -m "bench.$$bench" --json "bench/results/$$bench.json" $(ARGS); done
+	@for bench in $(BENCHES); do echo "== bench/$$bench.py"; $(PY) -m "bench.$$bench" --json "$${RESULTS:-bench/results}/$$bench.json" $(ARGS); done
 
 proto: $(CORE) ## generate kvtier/v1 from proto/
 	@$(PY) -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. proto/kvtier/v1/*.proto
