@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -83,7 +85,15 @@ def test_one_figure_that_does_not_hold_breaks_exactly_its_promise(path: tuple[st
 
 
 def demo(*arguments: str, timeout: float = 280) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "kvtier.workbench.demo", *arguments], capture_output=True, text=True, timeout=timeout, check=False)
+    """One run; if it hangs, everything that it started is killed with it."""
+    command = [sys.executable, "-m", "kvtier.workbench.demo", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 @needs_torch

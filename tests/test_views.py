@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 
@@ -123,8 +126,7 @@ def test_a_body_of_another_size_or_form_is_refused() -> None:
 @pytest.mark.torch
 @pytest.mark.parametrize("range_", RANGES, ids=str)
 def test_torch_views_show_the_same_bytes_without_a_copy(range_: Range) -> None:
-    import torch
-
+    torch = pytest.importorskip("torch")
     from kvtier.torch_views import DTYPES, body_tensor, part_tensor, scale_tensor
 
     extents = mixed_layout().extents(range_)
@@ -145,11 +147,7 @@ def test_torch_views_show_the_same_bytes_without_a_copy(range_: Range) -> None:
 @pytest.mark.torch
 @pytest.mark.filterwarnings("error")
 def test_torch_views_of_a_read_only_body_keep_it_alive_and_do_not_warn() -> None:
-    import gc
-    import weakref
-
-    import torch
-
+    torch = pytest.importorskip("torch")
     from kvtier.torch_views import part_tensor
 
     extents = mixed_layout().extents()
@@ -168,8 +166,7 @@ def test_torch_views_of_a_read_only_body_keep_it_alive_and_do_not_warn() -> None
 
 @pytest.mark.torch
 def test_torch_views_refuse_what_they_cannot_show() -> None:
-    import torch
-
+    torch = pytest.importorskip("torch")
     from kvtier.torch_views import part_tensor, scale_tensor
 
     extents = mixed_layout().extents()

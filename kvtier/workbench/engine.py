@@ -39,7 +39,7 @@ from kvtier.workbench.smollm import Attend, SmolLM, Step
 HEADROOM = 2.0
 PASSAGES = 2  # of calibration text, each as long as the prompt, so that no stored position is beyond the calibration
 CONTROL = 20.0  # the factor on the scales that must destroy the answer
-LINGER = 600.0  # seconds that `store` waits to be killed
+LINGER = 300.0  # seconds that `store` waits to be killed
 CALL = 5.0  # deadline of one call, far above the default: on a busy machine a late answer must not look like a miss
 
 
