@@ -16,7 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from kvtier import layout
 from kvtier.errors import Invalid
+from kvtier.identity import CHAIN, NO_CONTEXT, Description, HashScheme, derive_keys, namespace_digest
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -227,6 +229,16 @@ def test_kvb_02_saturation_and_rounding(granularity: str) -> None:
 def test_kvb_02_another_format_is_refused_by_name(dtype: str) -> None:
     with pytest.raises(Invalid, match=f"e4m3fn only, not {dtype}"):
         quantize(torch.zeros(1, 4, 4), "block-head", dtype=dtype)
+
+
+def test_kvb_02_formats_that_share_bytes_share_no_key() -> None:
+    """FIX of the cases, stored in one format and asked for in the other: another namespace, so a miss; both ways, as keys are compared for equality."""
+    keys = {}
+    for dtype in ("e4m3fn", "e4m3fnuz", "e5m2"):
+        fix = layout.attention(1, 2, 8, engine_tokens=16, dtype=dtype, granularity="token-head")
+        description = Description("m", "a" * 40, fix, HashScheme(CHAIN, "0", 16), rule="amax", codec=ref.CODEC)
+        keys[dtype] = derive_keys(namespace_digest(description, "local"), fix.resolve(layout.Range()), NO_CONTEXT, bytes(32), 32)[0]
+    assert len(set(keys.values())) == 3
 
 
 @pytest.mark.parametrize("wrong", ["float8_e4m3fnuz", "float8_e5m2", "uint8"])
