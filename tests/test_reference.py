@@ -232,7 +232,7 @@ def test_kvb_02_another_format_is_refused_by_name(dtype: str) -> None:
 
 
 def test_kvb_02_formats_that_share_bytes_share_no_key() -> None:
-    """FIX of the cases, stored in one format and asked for in the other: another namespace, so a miss; both ways, as keys are compared for equality."""
+    """FIX of the cases, stored in one format and asked for in the other, either way: another namespace, so a miss."""
     keys = {}
     for dtype in ("e4m3fn", "e4m3fnuz", "e5m2"):
         fix = layout.attention(1, 2, 8, engine_tokens=16, dtype=dtype, granularity="token-head")
