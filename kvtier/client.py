@@ -62,7 +62,7 @@ class Registered:
         self.digest = description.digest
         self.canonical = description.canonical
         self.hash_bytes = description.hashing.nbytes
-        self._handle: tuple[Attachment, int] | None = None
+        self._handle: tuple[int, int] | None = None  # (boot id, handle)
         self._resolved: dict[Range, tuple[tuple[int, int, int, int, int], Extents]] = {}
 
     def extents(self, range_: Range = WHOLE) -> Extents:
@@ -239,24 +239,23 @@ class Client:
 
     def _handle(self, ns: Registered, attachment: Attachment, deadline: float) -> int:
         known = ns._handle
-        if known is not None and known[0] is attachment:
+        if known is not None and known[0] == attachment.boot:
             return known[1]
         request = pb.RegisterRequest(description=ns.canonical)
         reply = pb.RegisterReply.FromString(self._connection.call(attachment, Verb.REGISTER, request.SerializeToString(), deadline))
         if reply.description != ns.digest:
             raise Unavailable("the daemon computes another digest for this description: client and daemon differ in version")
-        ns._handle = (attachment, reply.handle)
+        ns._handle = (attachment.boot, reply.handle)
         return reply.handle
 
     def _call(self, ns: Registered, verb: int, request: pb.LookupRequest | pb.Keys, deadline: float, attachment: Attachment | None = None) -> bytes:
         """One call in a namespace; registers it where need be, once more if the daemon has forgotten the handle."""
-        known = ns._handle
-        if known is None or known[0].gone or (attachment is not None and attachment is not known[0]):
-            until = time.monotonic() + deadline
-            attachment = attachment or self._connection.attach(deadline)
-            known = (attachment, self._handle(ns, attachment, max(0.001, until - time.monotonic())))
-            deadline = max(0.001, until - time.monotonic())
-        attachment, request.handle = known
+        until = time.monotonic() + deadline
+        attachment = attachment or self._connection.attach(deadline)
+        request.handle = self._handle(ns, attachment, deadline)
+        left = until - time.monotonic()
+        if left < 0.99 * deadline:  # a deadline that stays the same spares the socket two system calls
+            deadline = max(0.001, left)
         try:
             return self._connection.call(attachment, verb, request.SerializeToString(), deadline)
         except Stale:
@@ -329,8 +328,8 @@ class Lease(Sequence[Body]):
             return
         del self._memory
         connection = self._client._connection
-        for id_ in reversed(self._ids):  # the tail first, so that it is older than its head and goes first
-            connection.finish(attachment, Verb.RELEASE, id_, self._deadline)
+        # the tail first, so that it is older than its head and goes first
+        connection.finish(attachment, Verb.RELEASE, self._ids[::-1], min(CONTROL, self._deadline))
         connection.unuse(attachment)
 
     def __len__(self) -> int:
@@ -435,8 +434,7 @@ class Fill(Sequence[Body | None]):
         if attachment is None:
             return
         connection = self._client._connection
-        for id_, _ in self._ids:
-            connection.finish(attachment, Verb.ABORT, id_, self._deadline)
+        connection.finish(attachment, Verb.ABORT, [id_ for id_, _ in self._ids], min(CONTROL, self._deadline))
         connection.unuse(attachment)
 
 

@@ -1,7 +1,7 @@
 """How a client hangs on to a daemon: sockets, the session they share, the mapped arena, and what to do when any of it goes away.
 
-Connects on first use. One outstanding call per socket; threads share a small pool. An idle *anchor* socket keeps the session when a call that
-timed out closes its own, and tells at once when the daemon goes: then the old arena is unmapped as soon as no lease or fill is open on it, and
+Connects on first use. One outstanding call per socket; threads share a small pool. An idle *anchor* socket keeps the session when a call's own
+socket breaks or times out, and tells at once when the daemon goes: then the old arena is unmapped as soon as no lease or fill is open on it, and
 only then is the next daemon's mapped (memory never doubles). After a failure the next attempt waits a jittered 50 ms to 1 s; calls in
 between fail at once. After fork the child has no connection, no views and starts afresh. Thread-safe.
 """
@@ -19,6 +19,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Sequence
 
 from google.protobuf.message import DecodeError
 
@@ -30,8 +31,10 @@ from kvtier.v1 import kvtier_pb2 as pb
 
 MAX_SOCKETS = 16  # calls of one client under way at once; more wait within their deadline
 MAX_DEBTS = 4096  # as many ids as a session may have open
+_MAX_DRAINED = 16  # sessions named in one hello
 _BACKOFF = (0.05, 1.0)  # seconds: first and longest
 _HELLO_DEADLINE = 1.0
+_TICK = 1.0  # seconds between looks at debts
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +48,7 @@ class _Socket:
         self._deadline = 0.0
         self._requests = itertools.count(1)
         self.fd: int | None = None
+        _sockets.add(self)
         try:
             self._set_deadline(deadline)
             self.sock.connect(path)
@@ -64,7 +68,7 @@ class _Socket:
         except BaseException:
             self.close()
             raise
-        self.buffer = memoryview(bytearray(frames.HEADER.size + frames.MAX_BODY))
+        self._buffer = frames.Buffer()
 
     def _read_hello(self, deadline: float) -> tuple[int, pb.HelloReply]:
         data, ancillary, _, _ = self.sock.recvmsg(frames.MAX_HELLO, socket.CMSG_LEN(4), socket.MSG_CMSG_CLOEXEC)
@@ -80,8 +84,8 @@ class _Socket:
             raise from_code(status, bytes(body).decode(errors="replace"))
         return boot, pb.HelloReply.FromString(bytes(body))
 
-    def call(self, verb: int, body: bytes, deadline: float) -> memoryview:
-        """One call. The reply lies in this socket's buffer until its next call. Raises KvtierError as answered (the socket stays good).
+    def call(self, verb: int, body: bytes, deadline: float) -> bytes:
+        """One call. Raises _Answered with the error that the daemon answered (the socket stays good).
 
         Raises Deadline or Unavailable when the transport failed: the socket must be closed then.
         """
@@ -90,7 +94,7 @@ class _Socket:
         request = next(self._requests)
         try:
             self.sock.sendall(frames.pack(verb, request, int(deadline * 1000), body))
-            status, answered, _, reply = frames.receive(self.sock, self.buffer, deadline)
+            status, answered, _, reply = frames.receive(self.sock, self._buffer.view, deadline)
         except (BlockingIOError, TimeoutError, frames.Idle):
             raise Deadline(f"no answer within {deadline * 1000:g} ms") from None
         except (OSError, frames.Closed, KvtierError) as error:
@@ -99,7 +103,9 @@ class _Socket:
             raise Unavailable("the daemon answered another call")
         if status:
             raise _Answered(from_code(status, bytes(reply).decode(errors="replace")))
-        return reply
+        answer = bytes(reply)
+        self._buffer.shrink(reply)
+        return answer
 
     def close(self) -> None:
         """Ends the connection and wakes whoever reads from it."""
@@ -107,6 +113,10 @@ class _Socket:
             self.sock.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass  # not connected
+        self.forget()
+
+    def forget(self) -> None:
+        """Closes this process's descriptors and no more: in a fork child, where the parent's connection lives on."""
         self.sock.close()
         if self.fd is not None:
             os.close(self.fd)
@@ -144,7 +154,6 @@ class Attachment:
         self.debts: deque[tuple[int, int]] = deque(maxlen=MAX_DEBTS)  # (verb, id): releases and aborts that got no answer
         self.anchor = anchor
         self.idle: deque[_Socket] = deque()
-        self.sockets = {anchor}  # all that are open, lent ones too
 
 
 class Connection:
@@ -160,7 +169,7 @@ class Connection:
         self._lock = threading.Condition()
         self._attachment: Attachment | None = None
         self._retired: list[Attachment] = []
-        self._drained: deque[bytes] = deque(maxlen=16)  # lost sessions of which no copy is under way any more
+        self._drained: deque[bytes] = deque(maxlen=_MAX_DRAINED)  # lost sessions of which no copy is under way any more
         self._connecting = False
         self._lent = 0
         self._failures = 0
@@ -188,70 +197,82 @@ class Connection:
             if not self._reap():
                 raise Unavailable("views of an earlier daemon's blocks are still held: end these leases first")
             self._connecting = True
-        try:
-            hello = pb.HelloRequest(protocol=1, map=True, drained=list(self._drained))
-            made = Attachment(anchor := _Socket(self.path, hello, min(_HELLO_DEADLINE, max(0.001, deadline))))
-        except BaseException as error:  # whatever it is, the next thread may try
-            self._failed(error)
-            if isinstance(error, OSError | ValueError | DecodeError):
-                raise Unavailable(f"cannot attach to the daemon: {error}") from None
-            raise
+            drained = list(self._drained)
+        made = self._attach(pb.HelloRequest(protocol=1, map=True, drained=drained), min(_HELLO_DEADLINE, max(0.001, deadline)))
         with self._lock:
             self._connecting = False
             self._attachment = made
-            self._drained.clear()
+            self._drained = deque([session for session in self._drained if session not in drained], _MAX_DRAINED)
             self._failures = 0
             self._lock.notify_all()
+            closed = self._closed
             if not self._reachable:
                 self._reachable = True
                 log.info("kvtier: %s answers again", self.path)
-        threading.Thread(target=_watch, args=(weakref.ref(self), made, anchor), name="kvtier-anchor", daemon=True).start()
+        if closed:
+            self.lost(made)
+            raise Unavailable("the client is closed")
+        threading.Thread(target=_watch, args=(weakref.ref(self), made), name="kvtier-anchor", daemon=True).start()
         threading.Thread(target=_populate, args=(weakref.ref(self), made), name="kvtier-populate", daemon=True).start()
         return made
 
+    def _attach(self, hello: pb.HelloRequest, deadline: float) -> Attachment:
+        """A new session and its mapping. Whatever goes wrong ends this thread's turn: another may try after a pause."""
+        anchor = None
+        try:
+            anchor = _Socket(self.path, hello, deadline)
+            return Attachment(anchor)
+        except BaseException as error:
+            if anchor is not None:
+                anchor.close()
+            self._failed(error)
+            if isinstance(error, OSError | ValueError | OverflowError | DecodeError):
+                raise Unavailable(f"cannot attach to the daemon: {error}") from None
+            raise
+
     def call(self, attachment: Attachment, verb: int, body: bytes, deadline: float) -> bytes:
-        """One call on a socket of this attachment. Raises KvtierError of any kind."""
+        """One call on a socket of this attachment. Raises KvtierError of any kind. A socket that breaks is not the end: the anchor tells that."""
         sock, deadline = self._borrow(attachment, deadline)
         try:
-            reply = bytes(sock.call(verb, body, deadline))
-            if attachment.debts:
-                self._pay(attachment, sock)
+            reply = sock.call(verb, body, deadline)
         except _Answered as answered:
             self._give_back(attachment, sock)
             raise answered.error from None
-        except BaseException as error:
+        except BaseException:
             self._give_back(attachment, sock, broken=True)
-            if isinstance(error, Unavailable):
-                self.lost(attachment)
             raise
         self._give_back(attachment, sock)
         return reply
 
-    def finish(self, attachment: Attachment, verb: int, id_: int, deadline: float) -> None:
-        """Releases or aborts an id. Never raises: without an answer it is said again after the next call that works, or the session's end says it."""
-        if attachment.gone:
-            return
-        try:
-            self.call(attachment, verb, pb.Held(id=id_).SerializeToString(), deadline)
-        except (Deadline, Unavailable):
-            attachment.debts.append((verb, id_))
-        except KvtierError:
-            pass  # NotFound: the call that would have opened this id never arrived
+    def finish(self, attachment: Attachment, verb: int, ids: Sequence[int], deadline: float) -> None:
+        """Releases or aborts ids. Never raises, and takes no longer than `deadline` in all.
 
-    def _pay(self, attachment: Attachment, sock: _Socket) -> None:
-        """Says again what got no answer, on a socket that works. A failure is the caller's: the socket is broken then."""
-        for _ in range(min(len(attachment.debts), 64)):
+        What got no answer is a debt: it is paid once the daemon answers again, else the session's end says it.
+        """
+        until = time.monotonic() + deadline
+        for i, id_ in enumerate(ids):
+            if attachment.gone:
+                return
+            left = deadline if i == 0 else max(0.001, until - time.monotonic())
+            try:
+                self.call(attachment, verb, pb.Held(id=id_).SerializeToString(), left)
+            except (Deadline, Unavailable):
+                attachment.debts.extend((verb, owed) for owed in ids[i:])
+                return
+            except KvtierError:
+                pass  # NotFound: the call that would have opened this id never arrived
+
+    def pay(self, attachment: Attachment) -> None:
+        """Says again what got no answer. Never raises; what fails again stays a debt."""
+        for _ in range(len(attachment.debts)):
             try:
                 verb, id_ = attachment.debts.popleft()
             except IndexError:
-                return  # another thread was quicker
-            try:
-                sock.call(verb, pb.Held(id=id_).SerializeToString(), _HELLO_DEADLINE)
-            except _Answered:
-                pass  # it never arrived, or was done
-            except KvtierError:
-                attachment.debts.append((verb, id_))
-                raise
+                return
+            left = len(attachment.debts)
+            self.finish(attachment, verb, [id_], _HELLO_DEADLINE)
+            if len(attachment.debts) > left:
+                return
 
     def use(self, attachment: Attachment) -> None:
         """One more lease or fill reads or writes the mapping. Raises Unavailable if the attachment is gone."""
@@ -268,12 +289,19 @@ class Connection:
                 return
             self._reap()
             self._drained.append(attachment.session)
-            closed = self._closed
-        if closed:  # nobody will connect again: say it now, if the daemon is still there
-            try:
-                _Socket(self.path, pb.HelloRequest(protocol=1, drained=[attachment.session]), _HELLO_DEADLINE).close()
-            except KvtierError:
-                pass
+        self._goodbye()
+
+    def _goodbye(self) -> None:
+        """Of a closed client, which will not connect again: says now which sessions are drained, if the daemon is still there."""
+        with self._lock:
+            if not self._closed or not self._drained:
+                return
+            drained = list(self._drained)
+            self._drained.clear()
+        try:
+            _Socket(self.path, pb.HelloRequest(protocol=1, drained=drained), _HELLO_DEADLINE).close()
+        except (KvtierError, OSError, DecodeError):
+            pass  # the end of the process says it
 
     def lost(self, attachment: Attachment) -> None:
         """The daemon behind this attachment went away, or its session did."""
@@ -292,6 +320,8 @@ class Connection:
             attachment.idle.clear()
             self._lock.notify_all()
             self._reap()
+            if attachment.debts and not attachment.users:
+                self._drained.append(attachment.session)
 
     def close(self) -> None:
         """Closes sockets and mapping. What is still leased stays pinned until the process ends or its views are gone."""
@@ -300,6 +330,7 @@ class Connection:
             attachment = self._attachment
         if attachment is not None:
             self.lost(attachment)
+        self._goodbye()
 
     def _borrow(self, attachment: Attachment, deadline: float) -> tuple[_Socket, float]:
         """A socket of the pool, or a new one, and what is left of the deadline."""
@@ -322,14 +353,13 @@ class Connection:
                     raise Deadline(f"all {MAX_SOCKETS} sockets of this client are busy")
         try:
             sock = _Socket(self.path, pb.HelloRequest(protocol=1, session=attachment.session), min(_HELLO_DEADLINE, deadline))
-            with self._lock:
-                attachment.sockets.add(sock)
             return sock, max(0.001, until - time.monotonic())
         except BaseException as error:
             self._give_back(attachment, None)
-            if isinstance(error, Unavailable | NotFound):  # NotFound: another daemon took the socket's path
+            if isinstance(error, NotFound):  # another daemon took the socket's path
                 self.lost(attachment)
-                raise Unavailable(str(error)) from None
+            if isinstance(error, NotFound | OSError | DecodeError):
+                raise Unavailable(f"no socket for this call: {error}") from None
             raise
 
     def _give_back(self, attachment: Attachment, sock: _Socket | None, broken: bool = False) -> None:
@@ -337,7 +367,6 @@ class Connection:
             self._lent -= 1
             if sock is not None:
                 if broken or attachment.gone:
-                    attachment.sockets.discard(sock)
                     sock.close()
                 else:
                     attachment.idle.append(sock)
@@ -350,7 +379,7 @@ class Connection:
             self._failures += 1
             pause = min(longest, first * 2 ** min(self._failures - 1, 10)) * random.uniform(0.5, 1.0)
             self._not_before = time.monotonic() + pause
-            self._last_error = str(error)
+            self._last_error = str(error) or type(error).__name__
             if self._reachable:
                 self._reachable = False
                 log.warning("kvtier: %s; until it is there every lookup is a miss", error)
@@ -368,29 +397,32 @@ class Connection:
         return not left
 
     def _after_fork(self) -> None:
-        """In the child: the parent's sockets are closed here, its mapping is fenced off and never unmapped by us, and nothing is attached."""
+        """In the child: the parent's mapping is fenced off and never unmapped by us, and nothing is attached."""
         inherited = [*self._retired, *([self._attachment] if self._attachment else [])]
         for attachment in inherited:
             attachment.mapping.guard_after_fork()
-            for sock in attachment.sockets:
-                sock.sock.close()  # only this process's descriptor: the parent's connection lives on
             attachment.gone = True
         self._setup()
         self._pid = os.getpid()
 
 
-def _watch(owner: weakref.ref[Connection], attachment: Attachment, anchor: _Socket) -> None:
-    """Waits on the anchor for the end of the stream. Holds no reference to the connection, so a forgotten client can be collected."""
-    while not attachment.gone:
-        try:
-            if anchor.sock.recv(1):
-                continue  # nothing is ever sent here
-        except BlockingIOError:
-            if owner() is not None:
-                continue
-        except OSError:
-            pass
-        break
+def _watch(owner: weakref.ref[Connection], attachment: Attachment) -> None:
+    """Waits on the anchor for the end of the stream, and pays debts. Holds no reference to the connection, so a forgotten client can be collected."""
+    anchor = attachment.anchor
+    try:
+        frames.set_timeouts(anchor.sock, _TICK, _TICK)
+        while not attachment.gone:
+            try:
+                if not anchor.sock.recv(1):  # nothing is ever sent here
+                    break
+            except BlockingIOError:
+                connection = owner()
+                if connection is None:
+                    break
+                connection.pay(attachment)
+                del connection
+    except OSError:
+        pass  # closed meanwhile
     connection = owner()
     if connection is not None:
         connection.lost(attachment)
@@ -424,9 +456,12 @@ def _populate(owner: weakref.ref[Connection], attachment: Attachment) -> None:
 
 
 _live: weakref.WeakSet[Connection] = weakref.WeakSet()
+_sockets: weakref.WeakSet[_Socket] = weakref.WeakSet()  # all that are open, those lent and those that are just connecting too
 
 
 def _fork_children_start_afresh() -> None:
+    for sock in list(_sockets):
+        sock.forget()
     for connection in list(_live):
         connection._after_fork()
 
