@@ -373,7 +373,7 @@ def test_what_is_missing_or_not_a_file_is_refused_at_once(tmp_path: Path) -> Non
     path.mkdir()
     with pytest.raises(Invalid, match="not a regular file"):
         load(tmp_path / "a")
-    with pytest.raises(Invalid, match="null byte"):
+    with pytest.raises(Invalid, match="embedded null"):
         load("a\0b")
 
 
