@@ -5,7 +5,7 @@ Start with `kvtier.layout` (sizes and offsets) and `kvtier.identity` (what makes
 
 from typing import Any
 
-__version__ = "0.1.0"
+from kvtier.version import __version__
 
 __all__ = ["Client", "__version__"]
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import array
 import fcntl
-import importlib.metadata
 import logging
 import os
 import socket
@@ -26,9 +25,11 @@ from google.protobuf.message import DecodeError
 from kvtier import frames
 from kvtier.errors import Invalid, KvtierError, Unavailable
 from kvtier.frames import Verb
+from kvtier.meters import Series
 from kvtier.service import HANDLERS, Service
 from kvtier.session import ROLES, Peer, Session
 from kvtier.v1 import kvtier_pb2 as pb
+from kvtier.version import __version__
 
 PROTOCOL = 1
 PATIENCE = 2.0  # seconds
@@ -55,7 +56,8 @@ class Lane:
         self._strangers = 0
         self._refused = 0
         self._closing = False
-        self._version = importlib.metadata.version("kvtier")
+        self._meters: dict[int, Series] = {verb: service.meters.series("lane", verb.name.lower()) for verb in Verb}
+        self._unknown = service.meters.series("lane", "unknown")
         self._guard = self._claim()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
@@ -91,7 +93,7 @@ class Lane:
                 pass  # gone already
         with self._lock:
             if not self._lock.wait_for(lambda: not self._sockets, PATIENCE):
-                log.warning("%d sockets are still in a call; they are cut off", len(self._sockets))
+                log.warning("calls cut off", extra={"fields": {"sockets": len(self._sockets)}})
         self._path.unlink(missing_ok=True)
         os.close(self._guard)
 
@@ -124,15 +126,21 @@ class Lane:
         self._path.unlink()
 
     def _accept(self) -> None:
+        failing = False
         while True:
             try:
                 sock, _ = self._listener.accept()
-            except OSError:
+            except OSError as error:
                 if self._closing:
                     return
-                log.warning("accepting on %s failed; trying again", self._path)
-                threading.Event().wait(0.1)  # out of descriptors: let some close
+                if not failing:
+                    log.warning("accepting fails", extra={"fields": {"socket": self._path, "reason": error.strerror}})
+                failing = True
+                time.sleep(0.1)  # out of descriptors: let some close
                 continue
+            if failing:
+                log.info("accepting again", extra={"fields": {"socket": self._path}})
+                failing = False
             with self._lock:
                 full = self._strangers >= MAX_STRANGERS or len(self._sockets) >= MAX_SOCKETS or self._closing
                 if not full:
@@ -147,7 +155,7 @@ class Lane:
                 threading.Thread(target=self._serve, args=(sock,), name="lane", daemon=True).start()
             except RuntimeError:
                 self._drop(sock, stranger=True)
-                log.warning("no thread for another socket")
+                log.warning("no thread for another socket", extra={"fields": {"socket": self._path}})
             finally:
                 threading.stack_size(before)
 
@@ -161,9 +169,11 @@ class Lane:
     def _serve(self, sock: socket.socket) -> None:
         session: Session | None = None
         stranger = True
+        began = time.perf_counter()
         try:
             frames.set_timeouts(sock, PATIENCE, PATIENCE)
             session = self._hello(sock)
+            self._meters[Verb.HELLO].add(time.perf_counter() - began, 0, 0, 0)
             with self._lock:
                 self._strangers -= 1
             stranger = False
@@ -171,9 +181,10 @@ class Lane:
         except (OSError, frames.Closed, frames.Idle):
             pass  # the peer is gone, or said nothing
         except KvtierError as error:
+            self._meters[Verb.HELLO].add(time.perf_counter() - began, error.code, 0, 0)
             _refuse(sock, error, self._service.boot)
         except Exception:
-            log.exception("a lane socket failed")
+            log.exception("lane socket failed")
         finally:
             try:
                 if session is not None:
@@ -219,7 +230,7 @@ class Lane:
     def _welcome(self, sock: socket.socket, request: int, session: Session, mapped: bool) -> None:
         """Answers a hello, with the arena's file descriptor if `mapped`."""
         arena, peer = self._service.store.arena, session.peer
-        reply = pb.HelloReply(session=session.id, tenant=peer.tenant, role=ROLES[peer.role], server=self._version)
+        reply = pb.HelloReply(session=session.id, tenant=peer.tenant, role=ROLES[peer.role], server=__version__)
         rights = []
         if mapped:
             reply.arena_bytes, reply.ready_bytes = arena.nbytes, arena.ready_bytes
@@ -253,7 +264,10 @@ class Lane:
                 continue
             except frames.Closed:
                 return
+            began = time.perf_counter()
             status, reply, undo = self._answer(session, verb, body)
+            series = self._meters.get(verb, self._unknown)
+            series.add(time.perf_counter() - began, status, frames.HEADER.size + len(body), frames.HEADER.size + len(reply))
             try:
                 sock.sendall(frames.pack(status, request, boot, reply))
             except OSError:
@@ -280,7 +294,7 @@ class Lane:
         except DecodeError:
             return Invalid.code, f"the body is not the message that verb {verb} takes".encode(), 0
         except Exception:
-            log.exception("verb %d failed", verb)
+            log.exception("verb failed", extra={"fields": {"verb": verb}})
             return KvtierError.code, b"internal error; see the daemon's log", 0
 
 

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtier.slabs import MAX_CLASSES
 
 FREE, RESERVED, SEALED, DOOMED = range(4)  # DOOMED: deleted while leased; its slot is free after the last release
 _GROW = 1 << 14
+_SPAN = 1 << 20
 _FIRST = MAX_CLASSES + 1  # rows below are the heads of the age lists, one per size class
 
 
@@ -41,6 +44,8 @@ class Ledger:
         self._next = array("I")
         self._tick = 0
         self.known = 0  # sealed blocks
+        self.reserved = self.reserved_bytes = 0  # rows and bytes of their slots
+        self.leased = self.leased_bytes = 0  # rows that somebody leases, doomed ones too
         self.idle = array("I", bytes(4 * _FIRST))  # length of each age list
         self._grow(_FIRST)
         for row in range(_FIRST):
@@ -81,6 +86,8 @@ class Ledger:
             namespaces[row] = namespace
             key_of[row] = key
             self.checksum[row] = 0
+        self.reserved += n
+        self.reserved_bytes += n * slot
         return rows
 
     def seal(self, rows: Sequence[int]) -> list[bool]:
@@ -98,6 +105,8 @@ class Ledger:
             else:
                 sealed.append(False)
         self.known += len(won)
+        self.reserved -= len(won)
+        self.reserved_bytes -= sum(map(self.slot.__getitem__, won))
         self._link(won)
         return sealed
 
@@ -108,7 +117,10 @@ class Ledger:
         for row in rows:
             leases[row] += 1
         self._unlink(idle)
-        return sum(map(self.slot.__getitem__, idle))
+        fresh = sum(map(self.slot.__getitem__, idle))
+        self.leased += len(idle)
+        self.leased_bytes += fresh
+        return fresh
 
     def release(self, rows: Sequence[int]) -> tuple[int, list[int]]:
         """One holder less. Returns the bytes of slots that nobody holds now, and the doomed rows among them: nobody needs these any more."""
@@ -120,7 +132,10 @@ class Ledger:
         sealed = [row for row in idle if state[row] == SEALED]
         self._link(sealed)
         doomed = [row for row in idle if state[row] != SEALED] if len(sealed) < len(idle) else []
-        return sum(map(self.slot.__getitem__, idle)), doomed
+        gone = sum(map(self.slot.__getitem__, idle))
+        self.leased -= len(idle)
+        self.leased_bytes -= gone
+        return gone, doomed
 
     def oldest(self, size: int) -> int | None:
         """Tick of the oldest unleased block of a size class, None if there is none."""
@@ -150,6 +165,10 @@ class Ledger:
             key = keys[row]
             del shards[key[0]][key]
         self.known -= len(sealed)
+        if len(sealed) < len(rows):
+            reserved = [row for row in rows if state[row] == RESERVED]
+            self.reserved -= len(reserved)
+            self.reserved_bytes -= sum(map(self.slot.__getitem__, reserved))
         for row in rows:
             assert state[row] != FREE and not leases[row]
             state[row] = FREE
@@ -188,14 +207,9 @@ class Ledger:
         found: list[int] = np.flatnonzero((page >= first_page) & (page < first_page + pages) & (state == SEALED) & (sizes == size)).tolist()
         return found
 
-    def by_namespace(self) -> dict[int, tuple[int, int]]:
-        """{handle: (sealed blocks, their bytes)}."""
-        sealed = np.flatnonzero(np.frombuffer(self.state, np.uint8) == SEALED)
-        handles = np.frombuffer(self.namespace, np.uint32)[sealed]
-        unique, inverse = np.unique(handles, return_inverse=True)
-        blocks = np.bincount(inverse, minlength=len(unique))
-        nbytes = np.bincount(inverse, np.frombuffer(self.nbytes, np.uint32)[sealed], minlength=len(unique))
-        return {int(h): (int(b), int(n)) for h, b, n in zip(unique, blocks, nbytes, strict=True)}
+    def snapshot(self) -> tuple[bytes, bytes, bytes]:
+        """Copies of what `by_namespace` counts: 9 bytes a row, 1 ms at a million rows."""
+        return self.state.tobytes(), self.namespace.tobytes(), self.nbytes.tobytes()
 
     def rows_of_namespace(self, namespace: int, most: int) -> list[int]:
         """Up to `most` sealed rows of a namespace."""
@@ -221,6 +235,11 @@ class Ledger:
         """Asserts that index, columns and age lists agree. Returns {page: row} of every taken slot."""
         indexed = {row: key for shard in self._shards for key, row in shard.items()}
         assert len(indexed) == self.known
+        slot, leases = np.frombuffer(self.slot, np.uint32), np.frombuffer(self.leases, np.uint32)
+        waiting = np.frombuffer(self.state, np.uint8) == RESERVED
+        assert (self.leased, self.leased_bytes) == (int(np.count_nonzero(leases)), int(slot[leases > 0].sum(dtype=np.uint64)))
+        assert (self.reserved, self.reserved_bytes) == (int(np.count_nonzero(waiting)), int(slot[waiting].sum(dtype=np.uint64)))
+        del slot, leases, waiting
         listed: set[int] = set()
         for size in range(_FIRST):
             row, before, age = self._next[size], size, 0
@@ -247,23 +266,21 @@ class Ledger:
         return pages
 
     def _grow(self, rows: int) -> None:
-        first = len(self._keys)  # the keys grow last: after a failure half-way the next call completes the columns
-        for column in (
-            self.state,
-            self.size,
-            self.leases,
-            self.page,
-            self.nbytes,
-            self.slot,
-            self.namespace,
-            self.checksum,
-            self.age,
-            self._prev,
-            self._next,
-        ):
-            column.frombytes(bytes((first + rows - len(column)) * column.itemsize))
-        self._keys.extend([b""] * rows)
-        self._free.extend(range(first + rows - 1, max(first, _FIRST) - 1, -1))
+        """More rows. All or nothing: columns of unequal length would not go together."""
+        first = len(self._keys)
+        columns = (
+            self.state, self.size, self.leases, self.page, self.nbytes, self.slot, self.namespace, self.checksum, self.age, self._prev, self._next,
+        )  # fmt: skip
+        try:
+            for column in columns:
+                column.frombytes(bytes(rows * column.itemsize))
+            self._keys.extend([b""] * rows)
+            self._free.extend(array("I", range(first + rows - 1, max(first, _FIRST) - 1, -1)))
+        except MemoryError:
+            for column in columns:
+                del column[first:]
+            del self._keys[first:]
+            raise
 
     def _link(self, rows: Sequence[int]) -> None:
         """Puts rows at the young end of their lists, the last first: a tail is always older than its head."""
@@ -285,3 +302,20 @@ class Ledger:
             after[before] = next_
             prev[next_] = before
             idle[sizes[row]] -= 1
+
+
+def by_namespace(state: bytes, namespace: bytes, nbytes: bytes) -> dict[int, tuple[int, int]]:
+    """{handle: (sealed blocks, their bytes)} of a snapshot."""
+    sealed = np.flatnonzero(np.frombuffer(state, np.uint8) == SEALED)
+    if not len(sealed):
+        return {}
+    handles = np.frombuffer(namespace, np.uint32)[sealed]
+    first = int(handles.min())
+    if int(handles.max()) - first <= _SPAN:
+        names: npt.NDArray[Any] = np.arange(first, int(handles.max()) + 1)
+        places: npt.NDArray[Any] = handles - first
+    else:  # only after that many registrations; sorting costs twelve times as much (75 ms at a million rows)
+        names, places = np.unique(handles, return_inverse=True)
+    blocks = np.bincount(places)
+    total = np.bincount(places, np.frombuffer(nbytes, np.uint32)[sealed])
+    return {int(names[i]): (int(blocks[i]), int(total[i])) for i in np.flatnonzero(blocks)}

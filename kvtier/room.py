@@ -24,6 +24,8 @@ class Counters:
 
     lookup_keys: int = 0
     lookup_hits: int = 0
+    lookup_misses: int = 0  # lookups that ended at a key that is not known: one key each, whatever came behind it
+    lease_keys: int = 0
     leased_blocks: int = 0
     leased_bytes: int = 0
     sealed_blocks: int = 0
@@ -36,7 +38,7 @@ class Counters:
     drained_slabs: int = 0
     full: int = 0
     bad_headers: int = 0
-    stops: Counter[int] = field(default_factory=Counter)
+    unserved: Counter[int] = field(default_factory=Counter)  # keys that leases asked for and did not get, by why they stopped
 
 
 class Room:

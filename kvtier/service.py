@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +20,12 @@ from google.protobuf.message import Message
 from kvtier.errors import Invalid
 from kvtier.frames import Verb
 from kvtier.identity import NO_CONTEXT, derive_keys, diff
+from kvtier.meters import Meters
 from kvtier.namespaces import Namespace, check_hashes
 from kvtier.session import ADMIN, READ, WRITE, Peer, Session, Sessions
 from kvtier.store import CAP, MAX_KEYS, MISS, NO_TIER, Store
 from kvtier.v1 import kvtier_pb2 as pb
+from kvtier.version import __version__
 
 MAX_RUNS = 256
 log = logging.getLogger(__name__)
@@ -34,15 +37,17 @@ class Service:
     def __init__(self, store: Store, sessions: Sessions) -> None:
         self.store = store
         self.sessions = sessions
+        self.meters = Meters()  # transports count their calls here
         self._pin_lock = threading.Lock()
         self._pinners: dict[str, Session] = {}  # by tenant: the daemon's own sessions, whose leases are the pins
         self._pins: dict[tuple[str, bytes], tuple[Session, int]] = {}  # (tenant, key) -> the lease that pins it
         self._next_pin = 0
         self.boot = int.from_bytes(os.urandom(8), "little") | 1
+        self.started = time.time()  # unix seconds
 
     def register(self, session: Session, request: pb.RegisterRequest) -> pb.RegisterReply:
         namespace = self.store.namespaces.register(request.description, session.peer.tenant)
-        return pb.RegisterReply(handle=namespace.handle, namespace=namespace.digest, description=namespace.description_digest)
+        return pb.RegisterReply(handle=namespace.handle, namespace=namespace.digest, description=namespace.description_digest, boot=self.boot)
 
     def lookup(self, session: Session, request: pb.LookupRequest) -> pb.LookupReply:
         namespace = self.store.namespaces.get(request.handle, session.peer.tenant)
@@ -130,7 +135,8 @@ class Service:
                     pins.release(id_, ())
                     del self._pins[tenant, key]
         dropped = self.store.drop(namespace)
-        log.info("namespace %s of tenant %s was dropped with %d blocks", namespace.description_digest.hex()[:16], namespace.tenant, dropped)
+        said = {"namespace": namespace.description_digest.hex()[:16], "tenant": namespace.tenant, "blocks": dropped}
+        log.info("namespace dropped", extra={"fields": said})
         return pb.Count(n=dropped)
 
     def pin(self, session: Session, request: pb.Keys) -> pb.Count:
@@ -146,7 +152,7 @@ class Service:
                         return pb.Count(n=pinned, stop=CAP)  # type: ignore[arg-type]
                     pins = self._pinners.get(tenant)
                     if pins is None:
-                        pins = self._pinners[tenant] = self.sessions.open(Peer(tenant, ADMIN), None)
+                        pins = self._pinners[tenant] = self.sessions.open(Peer(tenant, ADMIN), None, own=True)
                     self._next_pin += 1
                     if not pins.lease(self._next_pin, [key])[0]:
                         return pb.Count(n=pinned, stop=MISS)  # type: ignore[arg-type]
@@ -175,10 +181,12 @@ class Service:
     def report(self) -> dict[str, Any]:
         """Gauges and counters as one flat object."""
         counters = self.store.counters
-        numbers = {f"{name}_total": getattr(counters, name) for name in counters.__slots__ if name != "stops"}
+        numbers = {f"{name}_total": getattr(counters, name) for name in counters.__slots__ if name != "unserved"}
         return {
             "boot": f"{self.boot:016x}",
             "pid": os.getpid(),
+            "version": __version__,
+            "start_time": self.started,
             "pinned_blocks": len(self._pins),
             "pinned_bytes": self._pinned_bytes(),
             "namespaces": len(self.store.namespaces.all()),

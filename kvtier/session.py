@@ -15,7 +15,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvtier.block import digest
 from kvtier.errors import Denied, Full, Invalid, KvtierError, NotFound
@@ -45,13 +45,13 @@ class Peer:
 class Session:
     """One client's reservations and leases, by ids that the client chose."""
 
-    def __init__(self, session_id: bytes, peer: Peer, store: Store) -> None:
+    def __init__(self, session_id: bytes, peer: Peer, store: Store, own: bool = False) -> None:
         self.id = session_id
         self.peer = peer
         self.sockets = 0
         self.limbo = False
         self._store = store
-        self._account: Account = store.account(peer.tenant)
+        self._account: Account = store.account(peer.tenant, own)
         self._lock = threading.Lock()
         self._ended = False
         self._reservations: dict[int, Reservation] = {}
@@ -240,6 +240,11 @@ def _entries(indices: Sequence[int], size: int) -> Sequence[int]:
     return list(dict.fromkeys(indices))
 
 
+def _fields(session: Session) -> dict[str, dict[str, Any]]:
+    peer = session.peer
+    return {"fields": {"tenant": peer.tenant, "uid": peer.uid, "pid": peer.pid, "held_bytes": session.held_bytes}}
+
+
 class Sessions:
     """All sessions of a daemon, and the thread that waits for the end of their processes."""
 
@@ -255,9 +260,12 @@ class Sessions:
         self._watcher = threading.Thread(target=self._watch, name="pidfd-watch", daemon=True)
         self._watcher.start()
 
-    def open(self, peer: Peer, pidfd: int | None) -> Session:
-        """A new session. Takes over `pidfd`; without one (inline transfer only) the last socket's end is the session's end."""
-        session = Session(os.urandom(16), peer, self._store)
+    def open(self, peer: Peer, pidfd: int | None, own: bool = False) -> Session:
+        """A new session. Takes over `pidfd`; without one (inline transfer only) the last socket's end is the session's end.
+
+        `own`: the daemon's, for pins.
+        """
+        session = Session(os.urandom(16), peer, self._store, own)
         with self._lock:
             if len(self._by_id) >= MAX_SESSIONS:
                 if pidfd is not None:
@@ -287,11 +295,15 @@ class Sessions:
             session.sockets -= 1
             if session.sockets or session.id not in self._by_id:
                 return
-            if session.held_bytes and session.id in self._pidfds:
+            limbo = bool(session.held_bytes) and session.id in self._pidfds
+            if limbo:
                 session.limbo = True
-                return
-            self._forget(session)
-        session.end()
+            else:
+                self._forget(session)
+        if limbo:
+            log.warning("session in limbo", extra=_fields(session))
+        else:
+            session.end()
 
     def drained(self, session_id: bytes, peer: Peer) -> None:
         """The client says that no copy of an earlier session of its process is still under way: it leaves limbo."""
@@ -367,7 +379,10 @@ class Sessions:
                 for session in ended:
                     self._forget(session)
             for session in ended:
+                said = _fields(session)
                 try:
                     session.end()
                 except Exception:  # a fault of ours in one session must not keep the others' slots
-                    log.exception("returning what a dead process held failed")
+                    log.exception("returning slots failed", extra=said)
+                if said["fields"]["held_bytes"]:
+                    log.info("process ended with slots", extra=said)

@@ -1,66 +1,162 @@
 """One life of the daemon: build the floors from the bottom, serve, take them down again.
 
-Ready after the first step of the arena is backed by memory; the rest follows in the background. SIGTERM: no new sockets, calls under way finish.
+Order of a start: health pages, the lane's lock, the first step of the arena backed by memory, then calls are accepted ("ready"); the rest of the
+arena follows in the background. SIGTERM: no new calls, calls under way finish within a limit. SIGHUP: tokens and certificates are read again.
+`start`, `stop`, `reload` and `beat` belong to the main thread; `problems` may be asked by any.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
-import os
 import sys
 import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
 
 from kvtier.arena import POPULATE_STEP, Arena
 from kvtier.daemon.config import Config
-from kvtier.errors import Full
+from kvtier.daemon.endpoint import Endpoint, Page
+from kvtier.daemon.logs import fields
+from kvtier.errors import Full, KvtierError
 from kvtier.lane import Lane
 from kvtier.service import Service
-from kvtier.session import ADMIN, WRITE, Peer, Sessions
+from kvtier.session import Sessions
 from kvtier.store import Store
 
+if TYPE_CHECKING:
+    from kvtier.daemon.metrics import Exporter
+
 SWITCH_INTERVAL = 0.0005  # seconds; with the default 5 ms a client's long lookup delays the others tenfold
+ALIVE = 30.0  # seconds without a beat of the main thread after which /live says no
 log = logging.getLogger(__name__)
 
 
-def local_peer(uid: int, gid: int, pid: int) -> Peer:
-    """Unix peers are tenant `local`; root and the daemon's own user are admin, others may write."""
-    return Peer("local", ADMIN if uid in (0, os.geteuid()) else WRITE, uid, pid)
+class Part(Protocol):
+    """Something with threads of its own whose end makes the daemon not ready."""
+
+    def alive(self) -> bool: ...
 
 
 class Daemon:
-    """Everything that serves. `start` may raise Invalid, Unavailable (socket taken) or Full (memory); `stop` is idempotent."""
+    """Everything that serves. `start` may raise Invalid, Unavailable (an address is taken) or Full (memory); `stop` is idempotent."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self._stop = threading.Event()
         self._populator: threading.Thread | None = None
+        self._parts: dict[str, Part] = {}
+        self._reloads: dict[str, Callable[[], None]] = {}
+        self._undo: list[Callable[[], object]] = []  # what `stop` calls, the last first
+        self._accepting = False
+        self._said: list[str] = []
+        self._beat = time.monotonic()
+        self._exporter: Exporter | None = None  # while there is an endpoint and something to show
 
     def start(self) -> None:
-        """Returns when calls are accepted."""
+        """Returns when calls are accepted; whatever was begun is undone if it raises."""
+        began = time.monotonic()
+        try:
+            self._start()
+        except BaseException:
+            self.stop()
+            raise
+        log.info("ready", extra=fields(socket=self.config.socket, arena_bytes=self.store.capacity, seconds=round(time.monotonic() - began, 3)))
+
+    def _start(self) -> None:
+        config = self.config
         sys.setswitchinterval(SWITCH_INTERVAL)
-        self.arena = Arena(self.config.arena_bytes)
-        self.store = Store(self.arena, poison=self.config.poison)
+        if config.metrics is not None:
+            self._open_endpoint()
+        self.arena = Arena(config.arena_bytes)
+        self.store = Store(self.arena, poison=config.poison)
         self.sessions = Sessions(self.store)
+        self._undo.append(self.sessions.close)
+        self._parts["process watcher"] = self.sessions
         self.service = Service(self.store, self.sessions)
-        self.lane = Lane(self.config.socket, self.service, local_peer, self.config.mode)
+        self.lane = Lane(config.socket, self.service, config.peer, config.socket_mode)
+        self._undo.append(self.lane.close)
         self.arena.populate(self._stop, limit=POPULATE_STEP)
+        if config.metrics is not None:
+            from kvtier.daemon.metrics import Exporter  # its libraries cost 40 ms and 5 MB
+
+            self._exporter = Exporter(self.service, self.lane.gauges, self.sockets, lambda: not self.problems())
         gc.collect()
         gc.freeze()  # what lives as long as the daemon is never walked again
         self.lane.start()
+        self._parts["lane"] = self.lane
+        self._accepting = True
         self._populator = threading.Thread(target=self._populate, name="populate", daemon=True)
         self._populator.start()
 
     def stop(self) -> None:
         """Ends all threads and gives the memory back; clients that are attached keep their mappings until they notice."""
         self._stop.set()
-        self.lane.close()
+        self._accepting = False
+        while self._undo:
+            self._undo.pop()()
         if self._populator is not None:
             self._populator.join(10)
-        self.sessions.close()
+            self._populator = None
+
+    def reload(self) -> None:
+        """Reads tokens and certificates again; what cannot be read stays as it was, and a log line says why."""
+        for what, again in self._reloads.items():
+            try:
+                again()
+            except (KvtierError, OSError) as error:
+                log.error("reload failed", extra=fields(what=what, reason=error))
+            else:
+                log.info("reloaded", extra=fields(what=what))
+
+    def problems(self) -> list[str]:
+        """Why the daemon is not ready; empty if it is."""
+        if not self._accepting:
+            return ["stopping" if self._stop.is_set() else "starting"]
+        return [f"the thread of the {name} has died" for name, part in self._parts.items() if not part.alive()]
+
+    def beat(self) -> bool:
+        """To be called every second or so: says in the log what changed. Returns whether the daemon is ready."""
+        self._beat = time.monotonic()
+        problems = self.problems()
+        if problems != self._said:
+            if problems:
+                log.error("not ready", extra=fields(reason="; ".join(problems)))
+            else:
+                log.info("ready again")
+            self._said = problems
+        return not problems
+
+    def sockets(self) -> dict[str, int]:
+        """Open connections by transport."""
+        return {"lane": self.lane.gauges()["lane_sockets"]}
+
+    def _open_endpoint(self) -> None:
+        assert self.config.metrics is not None
+        pages = {"/metrics": (True, self._metrics_page), "/live": (False, self._live_page), "/ready": (False, self._ready_page)}
+        endpoint = Endpoint(self.config.metrics, pages)
+        self._undo.append(endpoint.close)
+        log.info("metrics listen", extra=fields(address=f"{self.config.metrics.host}:{endpoint.port}"))
+
+    def _metrics_page(self) -> Page:
+        exporter = self._exporter
+        return Page(200, exporter.page(), exporter.content_type) if exporter is not None else Page(503, b"starting\n")
+
+    def _live_page(self) -> Page:
+        late = time.monotonic() - self._beat
+        return Page(200, b"live\n") if late < ALIVE else Page(503, f"the main thread has not moved for {late:.0f} s\n".encode())
+
+    def _ready_page(self) -> Page:
+        problems = self.problems()
+        return Page(503, "".join(f"{problem}\n" for problem in problems).encode()) if problems else Page(200, b"ready\n")
 
     def _populate(self) -> None:
+        began = time.monotonic()
         try:
             self.arena.populate(self._stop)
         except Full as error:
-            log.error("the arena is not fully backed by memory; later puts may be slow or fail: %s", error)
+            log.error("arena not backed", extra=fields(ready_bytes=self.arena.ready_bytes, arena_bytes=self.arena.nbytes, reason=error))
+        else:
+            if not self._stop.is_set():
+                log.info("arena backed", extra=fields(arena_bytes=self.arena.nbytes, seconds=round(time.monotonic() - began, 3)))
