@@ -55,7 +55,7 @@ SETTINGS: tuple[Setting, ...] = (
         "who may connect by Unix socket, and as whom: a list of `uid:ID TENANT ROLE`, `gid:ID TENANT ROLE`, `any TENANT ROLE`",
     ),
     Setting("arena_bytes", "--arena-bytes", "a quarter of the memory limit", "shared memory for blocks: a number of bytes, or text such as `16GiB`"),
-    Setting("grpc", "--grpc", "a Unix socket beside `socket`", "list of gRPC listeners: `unix:/path` or `host:port`; an empty list means none"),
+    Setting("grpc", "--grpc", "a Unix socket beside `socket`", "list of gRPC listeners: `unix:/path` or `host:port`; `off` for none"),
     Setting("token_file", "--token-file", "none", "file of `name tenant role token` lines; any TCP gRPC listener needs one"),
     Setting("tls_cert", "--tls-cert", "none", "certificate chain (PEM); any listener that is not loopback needs one"),
     Setting("tls_key", "--tls-key", "none", "private key of `tls_cert` (PEM)"),
@@ -317,12 +317,16 @@ def _several(parse: Callable[[Any], Any], most: int) -> Callable[[Any], tuple[An
     return parse_all
 
 
+def _grpc(value: Any) -> tuple[Listen, ...]:
+    return () if value in (["off"], "off") else _several(parse_listen, MAX_LISTENERS)(value)
+
+
 _PARSERS: dict[str, Callable[[Any], Any]] = {
     "socket": _path,
     "socket_mode": _mode,
     "users": _several(parse_user, MAX_USERS),
     "arena_bytes": _size,
-    "grpc": _several(parse_listen, MAX_LISTENERS),
+    "grpc": _grpc,
     "token_file": _path,
     "tls_cert": _path,
     "tls_key": _path,
