@@ -43,7 +43,7 @@ class Arena:
             os.ftruncate(self.fd, self.nbytes)
             fcntl.fcntl(self.fd, _F_ADD_SEALS, _SEALS)
             self._map = mmap.mmap(self.fd, self.nbytes)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, OverflowError) as error:
             os.close(self.fd)
             raise Full(f"cannot map an arena of {self.nbytes} bytes: {error}") from None
         self.memory = memoryview(self._map)

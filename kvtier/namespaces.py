@@ -104,8 +104,8 @@ class Namespaces:
         """Forgets a namespace: its handle is void and what is reserved under it can no longer be sealed. Its blocks are the store's business."""
         with self._lock:
             namespace.dropped = True
-            self._by_handle.pop(namespace.handle, None)
-            self._by_digest.pop(namespace.digest, None)
+            if self._by_handle.pop(namespace.handle, None) is not None:  # else it is gone, and its digest may name a new one
+                del self._by_digest[namespace.digest]
 
     def named(self, name: str, tenant: str | None) -> Namespace:
         """The namespace whose description or namespace digest begins with `name` (hex), of one tenant or of any (None). Raises Invalid, NotFound."""
@@ -122,6 +122,14 @@ class Namespaces:
     def all(self) -> list[Namespace]:
         with self._lock:
             return list(self._by_handle.values())
+
+    def check_integrity(self, holding: set[int]) -> None:
+        """Asserts that both indices agree and that the handles in `holding`, those of sealed blocks, can be named. Exact while no call runs."""
+        with self._lock:
+            assert {ns.handle: ns for ns in self._by_digest.values()} == self._by_handle
+            assert all(digest == ns.digest and not ns.dropped for digest, ns in self._by_digest.items())
+            assert len(self._by_handle) <= MAX_NAMESPACES
+            assert holding <= set(self._by_handle), f"blocks under void handles {sorted(holding - set(self._by_handle))[:10]}"
 
     def explain(self, raw: bytes, tenant: str) -> tuple[list[str], bytes]:
         """How the nearest known namespace of the same model differs from this description: lines and its description digest.

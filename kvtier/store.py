@@ -286,16 +286,21 @@ class Store:
             held, reserved = self._ledger.held_rows(), self._ledger.reserved_rows()
             total = sum(map(self._slot_bytes, held)) + sum(map(self._slot_bytes, reserved))
             assert sum(tenant.held for tenant in self._tenants.values()) == total, "tenants' accounts do not add up"
+            self.namespaces.check_integrity(set(by_namespace(*self._ledger.snapshot())))
             if holders is not None:
                 leases: Counter[int] = Counter()
                 claimed: set[int] = set()
+                shares: dict[str, set[int]] = {name: set() for name in self._tenants}
                 for account, rows, waiting in holders:
                     leases.update(rows)
                     assert not claimed & waiting, "two sessions hold one reservation"
                     claimed |= waiting
+                    shares[account.tenant.name] |= rows.keys() | waiting
                     mine = sum(self._slot_bytes(row) * n for row, n in rows.items()) + sum(map(self._slot_bytes, waiting))
                     assert account.held == mine, f"account says {account.held}, session holds {mine}"
                 assert dict(leases) == held and claimed == reserved, "a lease or reservation without a holder"
+                for name, share in shares.items():
+                    assert self._tenants[name].held == sum(map(self._slot_bytes, share)), f"the account of tenant {name} does not add up"
 
     def _drop_blocks(self, namespace: Namespace) -> int:
         dropped = 0
