@@ -130,7 +130,10 @@ def daemon(directory: Path, socket: Path) -> Iterator[Process]:
         line = process.line(time.monotonic() + SOON)
         if not line.startswith("ready"):
             raise Failed(f"kvtier-server said {line!r}\n{process.tail()}")
-        yield process
+        try:
+            yield process
+        except Failed as failure:  # the daemon's side of it
+            raise Failed(f"{failure}\nlog of {process.name}:\n{process.tail()}") from None
 
 
 def ask(client: kvtier.Client, description: Description, hashes: list[bytes]) -> dict[str, Any]:
