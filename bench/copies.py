@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import numpy as np
 
@@ -20,8 +19,7 @@ from bench.marks import MARKS
 from bench.pools import Bytes, endless, pool_bytes, private, shared
 from bench.report import Report
 from kvtier.client import Fill, Lease
-from kvtier.connection import _Socket as Socket
-from kvtier.frames import Verb, pack, receive
+from kvtier.frames import Verb
 from kvtier.layout import HEADER_BYTES
 from kvtier.v1 import kvtier_pb2 as pb
 
@@ -122,59 +120,38 @@ def pipelined(copier: Copier, nbatches: int, read: bool) -> Callable[[], None]:
     return run
 
 
-class SplitLane:
-    """The same with one thread and split calls, below the client library: a call is sent before the copy it hides behind and answered after it."""
+def split_calls(copier: Copier, nbatches: int, read: bool) -> Callable[[], None]:
+    """The same with one thread, below the client library: a call is sent before the copy it hides behind and its answer read after it."""
+    opener, closer = copier.live.raw(), copier.live.raw()
+    memory, nbytes = opener.attachment.memory, copier.live.body_bytes
+    opening, closing = (Verb.LEASE, Verb.RELEASE) if read else (Verb.RESERVE, Verb.SEAL)
 
-    def __init__(self, copier: Copier) -> None:
-        live = copier.live
-        attachment = live.attachment()
-        hello = pb.HelloRequest(protocol=1, session=attachment.session)
-        self.copier, self.memory, self.ids = copier, attachment.memory, attachment.ids
-        self.opener, self.closer = (Socket(str(live.path), hello, DEADLINE) for _ in range(2))
-        assert live.namespace._handle is not None
-        self.handle = live.namespace._handle[1]
-        self.extents = live.namespace.extents()
+    def open_(hashes: bytes) -> int:
+        keys = opener.keys(hashes, reserve=not read)
+        opener.send(opening, keys)
+        return keys.id
 
-    def close(self) -> None:
-        self.opener.close()
-        self.closer.close()
-
-    def send(self, socket: Socket, verb: Verb, message: pb.Keys | pb.Held) -> None:
-        socket.sock.sendall(pack(verb, 0, int(DEADLINE * 1000), message.SerializeToString()))
-
-    def answer(self, socket: Socket) -> bytes:
-        status, _, _, body = receive(socket.sock, socket.buffer, DEADLINE)
-        assert status == 0, bytes(body)
-        return bytes(body)
-
-    def run(self, nbatches: int, read: bool) -> None:
-        copier, nbytes = self.copier, self.extents.body_bytes
+    def run() -> None:
         work = [copier.recent[i % len(copier.recent)] if read else (fresh(), next(copier.puts)) for i in range(nbatches)]
-        opening, closing = (Verb.LEASE, Verb.RELEASE) if read else (Verb.RESERVE, Verb.SEAL)
-
-        def open_(hashes: bytes) -> int:
-            id_ = next(self.ids)
-            size = 0 if read else self.extents.block_bytes
-            self.send(self.opener, opening, pb.Keys(handle=self.handle, layer_hi=1, head_hi=1, id=id_, hashes=hashes, nbytes=size))
-            return id_
-
         following = open_(work[0][0])
         for n, (_, blocks) in enumerate(work):
-            id_, offsets = following, pb.Slots.FromString(self.answer(self.opener)).offset
+            id_, offsets = following, pb.Slots.FromString(opener.answer()).offset
             if n + 1 < nbatches:
                 following = open_(work[n + 1][0])
             for i, offset in zip(blocks, offsets, strict=True):
-                slot = self.memory[offset + HEADER_BYTES : offset + HEADER_BYTES + nbytes]
+                slot = memory[offset + HEADER_BYTES : offset + HEADER_BYTES + nbytes]
                 if read:
                     np.copyto(copier.target[i], slot)
                 else:
                     np.copyto(slot, copier.source[i])
             if n:
-                self.answer(self.closer)
-            self.send(self.closer, closing, pb.Held(id=id_))
-        self.answer(self.closer)
+                closer.answer()
+            closer.send(closing, pb.Held(id=id_))
+        closer.answer()
         if not read:
             copier.recent.extend(work)
+
+    return run
 
 
 def copy(report: Report, quick: bool) -> None:
@@ -197,11 +174,10 @@ def copy(report: Report, quick: bool) -> None:
 
 
 def _in_flight_rows(report: Report, copier: Copier, nbatches: int, effort: Effort) -> None:
-    split = SplitLane(copier)
     for verb, read, plain in (("put", False, copier.copy_in), ("get", True, copier.copy_out)):
         phases: dict[str, Callable[[], object]] = {
             "thread": pipelined(copier, nbatches, read),
-            "split": partial(split.run, nbatches, read),
+            "split": split_calls(copier, nbatches, read),
             "one": _times(copier.get if read else copier.put, nbatches),
             "copy": _times(plain, nbatches),
         }
@@ -209,7 +185,6 @@ def _in_flight_rows(report: Report, copier: Copier, nbatches: int, effort: Effor
         for name, what in (("one", "one batch in flight"), ("thread", "two batches in flight"), ("split", "two in flight, raw split calls")):
             report.share(f"{verb} 1024 KiB, {what}", "share of np.copyto", ratios(done[name], done["copy"]))
         copier.check()
-    split.close()
 
 
 def _times(call: Callable[[], None], n: int) -> Callable[[], None]:

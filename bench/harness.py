@@ -227,7 +227,9 @@ class Child:
         self.deadline = deadline
 
     def __enter__(self) -> Self:
-        self.process = subprocess.Popen(self.arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, cwd=ROOT, preexec_fn=_die_with_parent)
+        self.process = subprocess.Popen(
+            self.arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, cwd=ROOT, preexec_fn=_die_with_parent, start_new_session=True
+        )
         try:
             self._wait_ready()
         except BaseException:

@@ -11,19 +11,21 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from google.protobuf.message import Message
+
 from bench.empty import Frames, Options
 from bench.harness import Child, KiB, now, progress
 from kvtier.client import Client
-from kvtier.connection import Attachment
+from kvtier.connection import Attachment, _Socket
 from kvtier.daemon.config import MIN_ARENA
-from kvtier.frames import Verb
+from kvtier.frames import HEADER, MAX_BODY, Verb, pack, receive
 from kvtier.identity import CHAIN, Description, HashScheme
 from kvtier.layout import HEADER_BYTES, SLOT_ALIGN, opaque, pad
 from kvtier.slabs import MIN_SLABS, SLAB_BYTES, Slabs
@@ -84,7 +86,6 @@ class Live:
             self.client = stack.enter_context(Client(f"unix:{self.path}"))
             self.namespace = self.client.register(description(self.body_bytes))
             self._wait_backed(300.0)
-            self.fill(BATCH)  # registers, and opens the socket whose options are copied
             self._stack = stack.pop_all()
         return self
 
@@ -104,13 +105,15 @@ class Live:
     def status(self) -> dict[str, Any]:
         return self.client.status(deadline=DEADLINE)
 
-    def attachment(self) -> Attachment:
-        return self.client._connection.attach(DEADLINE)
+    def raw(self) -> Raw:
+        """One more socket of the client's session; closed with this context."""
+        return self._stack.enter_context(closing(Raw(self)))
 
     @property
     def options(self) -> Options:
-        """Those of the client's socket."""
-        return Options.of(self.attachment().idle[-1].sock)
+        """Those of the client's sockets."""
+        with closing(Raw(self)) as raw:
+            return Options.of(raw.sock)
 
     # -- what the store knows
 
@@ -148,17 +151,16 @@ class Live:
 
     def raw_getter(self, hashes: bytes) -> Callable[[], None]:
         """The same without the client library: two calls on a socket of the session, and slices of the mapping."""
-        attachment = self.attachment()
-        sock, memory, ids = attachment.idle.pop(), attachment.memory, attachment.ids
-        assert self.namespace._handle is not None
-        handle, nbytes = self.namespace._handle[1], self.body_bytes
+        raw, nbytes = self.raw(), self.body_bytes
+        memory = raw.attachment.memory
 
         def get() -> None:
-            id_ = next(ids)
-            request = pb.Keys(handle=handle, layer_hi=1, head_hi=1, hashes=hashes, id=id_)
-            reply = pb.Slots.FromString(bytes(sock.call(Verb.LEASE, request.SerializeToString(), DEADLINE)))
-            views = [memory[offset + HEADER_BYTES : offset + HEADER_BYTES + nbytes] for offset in reply.offset]
-            sock.call(Verb.RELEASE, pb.Held(id=id_).SerializeToString(), DEADLINE)
+            keys = raw.keys(hashes)
+            raw.send(Verb.LEASE, keys)
+            offsets = pb.Slots.FromString(raw.answer()).offset
+            views = [memory[offset + HEADER_BYTES : offset + HEADER_BYTES + nbytes] for offset in offsets]
+            raw.send(Verb.RELEASE, pb.Held(id=keys.id))
+            raw.answer()
             assert len(views) == BATCH
 
         return get
@@ -192,6 +194,35 @@ class Live:
         end = now()
         assert slots.sealed == BATCH, f"{slots.sealed} of {BATCH} blocks were sealed: {slots.reason}"
         return middle - start, end - middle
+
+
+class Raw:
+    """A socket of a live client's session, below the client library. What is sent can be answered later. Not thread-safe."""
+
+    def __init__(self, live: Live) -> None:
+        self.attachment = live.client._connection.attach(DEADLINE)
+        self._socket = _Socket(str(live.path), pb.HelloRequest(protocol=1, session=self.attachment.session), DEADLINE)
+        self.sock = self._socket.sock
+        self._buffer = memoryview(bytearray(HEADER.size + MAX_BODY))
+        self.block_bytes = live.namespace.extents().block_bytes
+        self.send(Verb.REGISTER, pb.RegisterRequest(description=live.namespace.canonical))
+        self._handle = pb.RegisterReply.FromString(self.answer()).handle
+
+    def keys(self, hashes: bytes, reserve: bool = False) -> pb.Keys:
+        """A lease request, or a reserve request, with a fresh id."""
+        size = self.block_bytes if reserve else 0
+        return pb.Keys(handle=self._handle, layer_hi=1, head_hi=1, id=next(self.attachment.ids), hashes=hashes, nbytes=size)
+
+    def send(self, verb: Verb, message: Message) -> None:
+        self.sock.sendall(pack(verb, 0, int(DEADLINE * 1000), message.SerializeToString()))
+
+    def answer(self) -> bytes:
+        status, _, _, body = receive(self.sock, self._buffer, DEADLINE)
+        assert status == 0, bytes(body)
+        return bytes(body)
+
+    def close(self) -> None:
+        self._socket.close()
 
 
 def measure_calls(live: Live) -> Calls:

@@ -105,6 +105,21 @@ def test_child_that_is_not_ready_is_an_error_and_is_ended() -> None:
         assert child.process.poll() is not None
 
 
+def test_terminated_benchmark_ends_its_daemon() -> None:
+    bench = subprocess.Popen([sys.executable, "-m", "bench.planes", "zerocopy"], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        end = time.monotonic() + 30
+        while len(children := Path(f"/proc/{bench.pid}/task/{bench.pid}/children").read_text().split()) < 2:  # the daemon and the empty server
+            assert bench.poll() is None and time.monotonic() < end, "the benchmark did not start its servers"
+            time.sleep(0.02)
+        bench.terminate()
+        assert bench.wait(30) == 143
+        assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+    finally:
+        bench.kill()
+        bench.wait(10)
+
+
 def test_child_dies_with_a_killed_parent() -> None:
     program = (
         "from bench.harness import Child\nimport time\nwith Child(['-c', 'print(\"ready\", flush=True); import time; time.sleep(600)']) as child:\n"
