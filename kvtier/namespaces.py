@@ -132,16 +132,16 @@ class Namespaces:
             assert holding <= set(self._by_handle), f"blocks under void handles {sorted(holding - set(self._by_handle))[:10]}"
 
     def explain(self, raw: bytes, tenant: str) -> tuple[list[str], bytes]:
-        """How the nearest known namespace of the same model differs from this description: lines and its description digest.
+        """How the nearest namespace of the same model that holds blocks differs from this description: lines and its description digest.
 
-        No lines and a digest: it is known. No lines and b"": no namespace of this model and tenant is known.
+        No lines and a digest: this one holds blocks itself. No lines and b"": no namespace of this model and tenant does.
         """
         live = parse_description(raw)
-        with self._lock:
-            if namespace_digest(live, tenant) in self._by_digest:
-                return [], live.digest
+        holding = self._in_use()
         nearest: tuple[int, list[str], bytes] | None = None
-        same_model = [ns for ns in self.all() if ns.tenant == tenant and ns.description.model == live.model]
+        same_model = [ns for ns in self.all() if ns.tenant == tenant and ns.description.model == live.model and ns.handle in holding]
+        if any(ns.description_digest == live.digest for ns in same_model):
+            return [], live.digest
         for namespace in same_model[-_MAX_EXPLAINED:]:
             lines = [str(difference) for difference in diff(namespace.description, live)]
             if nearest is None or len(lines) < nearest[0]:

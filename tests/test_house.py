@@ -44,6 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kvtier/connection.py": EVERYWHERE | {"google", "grpc"},
     "kvtier/grpc.py": EVERYWHERE | {"google", "grpc"},
     "kvtier/tiers/redis.py": EVERYWHERE | {"redis"},
+    "kvtier/cli/": EVERYWHERE | {"google", "rich", "typer"},
     "kvtier/daemon/": EVERYWHERE | {"google", "prometheus_client", "rich", "typer"},
     "kvtier/torch_views.py": EVERYWHERE | {"torch"},
     "kvtier/workbench/": EVERYWHERE | {"gguf", "kvtier_kernels", "rich", "safetensors", "tokenizers", "torch", "transformers", "typer"},
@@ -262,7 +263,7 @@ def test_the_readme_example_prints_what_the_readme_says() -> None:
 
 def test_the_readme_example_without_a_daemon_answers_less_and_goes_on(tmp_path: Path) -> None:
     found = run_example(f"unix:{tmp_path}/nobody.sock")
-    assert found.stdout == "sealed 0 known 0\n[]\n", found.stderr
+    assert found.stdout == "sealed 0 known 0\n[]\nknown 0\n", found.stderr
     assert found.stderr.splitlines()[-1].startswith("kvtier.errors.Unavailable"), "explain is for people and raises"
 
 

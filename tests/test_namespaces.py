@@ -237,6 +237,11 @@ def test_broken_and_too_long_runs_of_hashes_are_refused() -> None:
 # --- explain
 
 
+def hold(registry: Registry, described: Description, tenant: str = "t") -> None:
+    """Registers a namespace that holds blocks."""
+    registry.busy.add(registry.register(described.canonical, tenant).handle)
+
+
 def static(scale: float = 1.0, rev: str = revision(1), theta: float = 1e4) -> Description:
     layout = attention(2, 2, 8, engine_tokens=16, granularity="head")
     scales = pack_scales({(layer, part): [scale if (layer, part) == (1, "k") else 0.5] * 2 for layer in (0, 1) for part in ("k", "v")})
@@ -244,37 +249,46 @@ def static(scale: float = 1.0, rev: str = revision(1), theta: float = 1e4) -> De
 
 
 def test_what_is_known_needs_no_explanation(registry: Registry) -> None:
-    registry.register(static().canonical, "t")
+    hold(registry, static())
     assert registry.explain(static().canonical, "t") == ([], static().digest)
 
 
+def test_a_namespace_without_blocks_explains_nothing_and_hides_nothing(registry: Registry) -> None:
+    """A client registers what is live, looks up, misses, and only then asks why."""
+    hold(registry, static(scale=2.0))
+    registry.register(static(scale=1.0).canonical, "t")
+    registry.register(static(scale=1.0, rev=revision(9)).canonical, "t")
+    lines, nearest = registry.explain(static(scale=1.0).canonical, "t")
+    assert nearest == static(scale=2.0).digest and len(lines) == 2
+
+
 def test_the_field_that_differs_is_told_with_both_values(registry: Registry) -> None:
-    registry.register(static(scale=0.03125).canonical, "t")
+    hold(registry, static(scale=0.03125))
     lines, nearest = registry.explain(static(scale=1.0).canonical, "t")
     assert nearest == static(scale=0.03125).digest
     assert lines == [f"k_scale of layer 1, head {head}: 0.03125 stored, 1 live" for head in (0, 1)]
 
 
 def test_the_nearest_one_is_compared(registry: Registry) -> None:
-    registry.register(static(rev=revision(2), theta=5e5, scale=2.0).canonical, "t")
-    registry.register(static(rev=revision(3)).canonical, "t")
-    registry.register(static(rev=revision(4), scale=2.0).canonical, "t")
+    hold(registry, static(rev=revision(2), theta=5e5, scale=2.0))
+    hold(registry, static(rev=revision(3)))
+    hold(registry, static(rev=revision(4), scale=2.0))
     lines, nearest = registry.explain(static().canonical, "t")
     assert nearest == static(rev=revision(3)).digest
     assert lines == [f"revision: {revision(3)} stored, {revision(1)} live"]
 
 
 def test_another_model_or_tenant_explains_nothing(registry: Registry) -> None:
-    registry.register(description(model="org/other").canonical, "t")
-    registry.register(static().canonical, "someone")
+    hold(registry, description(model="org/other"))
+    hold(registry, static(), "someone")
     assert registry.explain(static().canonical, "t") == ([], b"")
 
 
 def test_a_known_description_is_known_however_many_came_after_it(registry: Registry) -> None:
     """`explain` compares with the 64 youngest of a model; what is known must not be mistaken for what differs."""
-    registry.register(static(rev=revision(500)).canonical, "t")
+    hold(registry, static(rev=revision(500)))
     for n in range(70):
-        registry.register(static(rev=revision(n)).canonical, "t")
+        hold(registry, static(rev=revision(n)))
     assert registry.explain(static(rev=revision(500)).canonical, "t") == ([], static(rev=revision(500)).digest)
     lines, nearest = registry.explain(static(rev=revision(501)).canonical, "t")
     assert len(lines) == 1 and nearest != b""
