@@ -81,7 +81,7 @@ class Live:
     def __enter__(self) -> Live:
         with ExitStack() as stack:
             self.path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-bench-"))) / "kvtier.sock"
-            arguments = ["-m", "kvtier.daemon", "--socket", str(self.path), "--arena-bytes", str(self.arena_bytes)]
+            arguments = ["-m", "kvtier.daemon", "--config", os.devnull, "--socket", str(self.path), "--arena-bytes", str(self.arena_bytes)]
             self.pid = stack.enter_context(Child(arguments)).pid
             self.client = stack.enter_context(Client(f"unix:{self.path}"))
             self.namespace = self.client.register(description(self.body_bytes))
