@@ -56,7 +56,7 @@ def test_nothing_said_is_a_daemon_of_this_host_alone(tmp_path: Path, monkeypatch
     found = load(None, dict.fromkeys(("socket", "arena_bytes")))
     assert found.arena_bytes == memory_limit() // 4
     assert found.socket_mode == 0o600 and not found.users and found.metrics is None and found.token_file is None
-    assert found.grpc == (Listen(path=found.socket.with_name("kvtier-grpc.sock")),)
+    assert found.grpc == (Listen(path=found.socket.with_name("kvtier.sock.grpc")),)
     assert all(listen.path for listen in found.grpc), "no TCP port unless one is written"
 
 

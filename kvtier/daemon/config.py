@@ -392,5 +392,5 @@ def default_socket() -> Path:
 
 
 def default_grpc(socket: Path) -> Path:
-    """The gRPC socket beside the lane's: kvtier.sock has kvtier-grpc.sock."""
-    return socket.with_name(f"{socket.stem}-grpc.sock")
+    """The gRPC socket beside the lane's, where a client that cannot map the arena looks for it: kvtier.sock has kvtier.sock.grpc."""
+    return socket.with_name(f"{socket.name}.grpc")

@@ -1,0 +1,130 @@
+"""The commands of `kvtier` and what they have in common: an address, credentials, a deadline, --json, exit codes."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import os
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from kvtier.cli import output
+from kvtier.cli.inputs import read_file
+from kvtier.cli.output import Exit
+from kvtier.client import Client
+from kvtier.daemon.config import default_socket
+from kvtier.errors import Invalid, KvtierError
+from kvtier.version import __version__
+
+MAX_TOKEN_BYTES = 4096
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    help="Look into a kvtier daemon and put, get, pin and drop what it keeps.\n\n"
+    "Exit codes: 0 done, 1 the answer is no, 2 wrong usage, 3 no daemon, 4 refused, 5 a fault of the service.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Common:
+    """The options every command has."""
+
+    address: Annotated[
+        str, typer.Option("--address", envvar="KVTIER_ADDRESS", help="unix:/path, grpc+unix:/path, grpc://host:port or grpcs://host:port.")
+    ] = ""
+    token_file: Annotated[
+        Path | None, typer.Option("--token-file", envvar="KVTIER_TOKEN_FILE", help="File with the token alone, for grpc:// and grpcs://.")
+    ] = None
+    ca: Annotated[Path | None, typer.Option("--ca", envvar="KVTIER_CA", help="PEM of the authorities behind the daemon's certificate.")] = None
+    cert: Annotated[Path | None, typer.Option("--cert", envvar="KVTIER_CERT", help="PEM of this client's own certificate.")] = None
+    key: Annotated[Path | None, typer.Option("--key", envvar="KVTIER_KEY", help="PEM of its private key.")] = None
+    deadline: Annotated[float, typer.Option("--deadline", min=0.001, max=3600, help="Seconds to wait for each call.")] = 5.0
+    json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout instead of a table.")] = False
+
+    def client(self) -> Client:
+        """The client these options mean; nothing is connected yet."""
+        secret = read_file(self.token_file, MAX_TOKEN_BYTES).decode("ascii", "replace").strip() if self.token_file is not None else None
+        files = {name: str(path) for name in ("ca", "cert", "key") if (path := getattr(self, name)) is not None}
+        return Client(self.where, token=secret, **files)
+
+    @property
+    def where(self) -> str:
+        """The address, or the default socket of this host."""
+        return self.address or f"unix:{default_socket()}"
+
+    @contextmanager
+    def connected(self) -> Any:
+        """A client of a daemon that has answered once: afterwards what is missing is a miss, not a daemon that is not there. Raises KvtierError."""
+        with self.client() as client:
+            client.status(deadline=self.deadline)
+            yield client
+
+
+def command(name: str = "") -> Callable[[Callable[..., Exit]], Callable[..., None]]:
+    """Registers a function as a command and turns errors into exit codes. A parameter that is a dataclass (`Common`, ...) stands for its fields."""
+
+    def register(function: Callable[..., Exit]) -> Callable[..., None]:
+        hints = get_type_hints(function, include_extras=True)
+        parameters = list(inspect.signature(function).parameters.values())
+        groups = {p.name: hints[p.name] for p in parameters if is_dataclass(hints[p.name])}
+        flat = [one for p in parameters for one in (_fields(groups[p.name]) if p.name in groups else [p.replace(annotation=hints[p.name])])]
+
+        @functools.wraps(function)
+        def run(**values: Any) -> None:
+            made = {name: kind(**{f.name: values.pop(f.name) for f in fields(kind)}) for name, kind in groups.items()}
+            raise SystemExit(_run(lambda: function(**made, **values), made["common"].json))
+
+        keyword = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in flat]
+        run.__signature__ = inspect.Signature(keyword)  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in keyword}
+        app.command(name or function.__name__.replace("_", "-"))(run)
+        return run
+
+    return register
+
+
+def _fields(kind: Any) -> list[inspect.Parameter]:
+    """The fields of a dataclass of options as parameters."""
+    hints = get_type_hints(kind, include_extras=True)
+    empty = inspect.Parameter.empty
+    return [
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=empty if f.default is MISSING else f.default, annotation=hints[f.name])
+        for f in fields(kind)
+    ]
+
+
+def _run(call: Callable[[], Exit], as_json: bool) -> Exit:
+    try:
+        return call()
+    except KvtierError as error:
+        return output.failure(error, as_json)
+    except BrokenPipeError:  # whoever read our output has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return Exit.OK
+    except OSError as error:  # a file of ours: full disk, no permission
+        return output.failure(Invalid(f"{error.filename or 'a file'}: {error.strerror}"), as_json)
+
+
+@app.callback(invoke_without_command=True)
+def top(version: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False) -> None:
+    """What stands before a command."""
+    if version:
+        print(__version__)
+        raise SystemExit(Exit.OK)
+
+
+def main() -> None:
+    """Entry point of `kvtier`."""
+    from kvtier.cli import blocks, doctor, namespaces  # noqa: F401  they register their commands
+
+    logging.getLogger("kvtier").addHandler(logging.NullHandler())  # what the client would log is said once, by the command
+    app()

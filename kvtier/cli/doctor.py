@@ -1,0 +1,319 @@
+"""`kvtier doctor`: what this host gives a daemon, what to expect of it, what to do about each finding. Looks at a daemon if one is there.
+
+Each check is a function that returns findings and changes nothing: it maps at most 256 MiB for a moment and writes one temporary file that it
+removes. A check that cannot look says so and is no fault. Figures are of this moment, on whatever else the host is doing.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import mmap
+import os
+import platform
+import resource
+import socket
+import struct
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from google.protobuf.internal import api_implementation
+from rich.console import Console
+
+from kvtier.arena import Arena
+from kvtier.cli import output
+from kvtier.cli.app import Common, command
+from kvtier.cli.output import Exit, size
+from kvtier.daemon.config import memory_limit
+from kvtier.errors import KvtierError
+
+GOOD, NOTE, BAD = "good", "note", "bad"
+SHMEM = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+MiB = 2**20
+BUFFER = 128 * MiB  # copied from and to: larger than last-level caches, small enough for a small container
+PROBE = 64 * MiB  # backed by memory once
+DISK = 64 * MiB
+CALLS = 200
+_SO_PEERPIDFD = 77
+_LIBRARIES = ("numpy", "protobuf", "grpcio", "xxhash", "prometheus-client", "safetensors", "typer", "rich")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing looked at. `state` is good, note (worth knowing) or bad (will hurt or fail); `advice` says what to do or expect."""
+
+    subject: str
+    found: str
+    state: str = GOOD
+    advice: str = ""
+
+
+@command()
+def doctor(
+    common: Common,
+    disk: Annotated[Path | None, typer.Option("--disk", help="Directory to write and read 64 MiB in. [default: the temporary directory]")] = None,
+) -> Exit:
+    """Look at this host and say what to expect and what to change. Exit code 1 if something is bad."""
+    checks: list[Callable[[], Iterator[Finding]]] = [
+        versions,
+        kernel,
+        memory,
+        huge_pages,
+        limits,
+        copies,
+        lambda: disk_speed(disk or Path(tempfile.gettempdir())),
+        lambda: daemon(common),
+    ]
+    findings = [finding for check in checks for finding in check()]
+    bad = sum(finding.state == BAD for finding in findings)
+    data: dict[str, Any] = {"bad": bad, "findings": [asdict(finding) for finding in findings]}
+    output.result(data, common.json, lambda: _print(findings, bad))
+    return Exit.NEGATIVE if bad else Exit.OK
+
+
+def versions() -> Iterator[Finding]:
+    """What is installed; whether protobuf runs on its compiled implementation."""
+    yield Finding("kvtier", importlib.metadata.version("kvtier"))
+    yield Finding("python", platform.python_version())
+    for name in _LIBRARIES:
+        yield Finding(name, importlib.metadata.version(name))
+    kind = api_implementation.Type()
+    advice = "" if kind == "upb" else "install a protobuf wheel with its compiled part: each call costs several times more without"
+    yield Finding("protobuf implementation", kind, GOOD if kind == "upb" else BAD, advice)
+
+
+def kernel() -> Iterator[Finding]:
+    """The system calls the daemon stands on, tried rather than looked up."""
+    yield Finding("kernel", platform.release())
+    try:
+        os.close(os.memfd_create("kvtier-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+        yield Finding("memfd_create", "works")
+    except OSError as error:
+        yield Finding("memfd_create", f"refused: {error.strerror}", BAD, "the arena needs it: allow it in the container's seccomp profile")
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+        pidfd = True
+        yield Finding("pidfd_open", "works")
+    except OSError as error:
+        pidfd = False
+        yield Finding("pidfd_open", f"refused: {error.strerror}", NOTE, "a daemon then relies on SO_PEERPIDFD; allow it in the seccomp profile")
+    left, right = socket.socketpair(socket.AF_UNIX)
+    with left, right:
+        try:
+            os.close(struct.unpack("i", left.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4))[0])
+            yield Finding("SO_PEERPIDFD", "works")
+        except OSError:
+            advice = "before Linux 6.5 clients pass a pidfd of their own" + (
+                "" if pidfd else "; without either, no client may map the arena: use gRPC"
+            )
+            yield Finding("SO_PEERPIDFD", "not there", NOTE if pidfd else BAD, advice)
+
+
+def memory() -> Iterator[Finding]:
+    """How much there is, whose limit it is under, how fast it is backed."""
+    limit, machine = memory_limit(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    whose = "of a control group" if limit < machine else "of the machine"
+    advice = f"the arena is charged to the daemon's limit: request arena + 512 MiB for its container; {size(limit // 4)} is the default arena"
+    yield Finding("memory limit", f"{size(limit)}, {whose}", NOTE if limit < machine else GOOD, advice)
+    available = _meminfo("MemAvailable")
+    if available is not None:
+        short = available < limit // 4
+        yield Finding(
+            "memory available", size(available), BAD if short else GOOD, "less than the default arena: write a smaller arena_bytes" if short else ""
+        )
+    swap = _meminfo("SwapTotal")
+    if swap:
+        yield Finding(
+            "swap", size(swap), NOTE, "a cold arena may be swapped out, and a block then comes back at the speed of the disk: turn swap off for it"
+        )
+    if limit < 4 * PROBE:
+        yield Finding("first touch", "not tried: too little memory", NOTE)
+        return
+    arena = Arena(PROBE)
+    try:
+        began = time.perf_counter()
+        arena.populate(threading.Event())
+        rate = PROBE / (time.perf_counter() - began)
+    except KvtierError as error:
+        yield Finding("first touch", str(error), BAD, "there is not even memory for a small arena")
+        return
+    finally:
+        arena.close()
+    seconds = limit / 4 / rate
+    yield Finding(
+        "first touch",
+        f"{rate / 1e9:.1f} GB/s",
+        GOOD,
+        f"the default arena is backed {seconds:.0f} s after the start; calls are served from the first 64 MiB on",
+    )
+
+
+def huge_pages() -> Iterator[Finding]:
+    """Whether shared memory may use huge pages."""
+    try:
+        text = SHMEM.read_text()
+    except OSError:
+        yield Finding("huge pages for shared memory", "this kernel does not say", NOTE)
+        return
+    mode = text[text.find("[") + 1 : text.find("]")]
+    on = mode in ("always", "within_size", "force")
+    advice = "" if on else f"small pages work; `echo within_size > {SHMEM}` lets the kernel use huge ones for the arena"
+    yield Finding("huge pages for shared memory", mode, GOOD if on else NOTE, advice)
+
+
+def limits() -> Iterator[Finding]:
+    """Locked memory and descriptors of this user's processes."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    text = "unlimited" if soft == resource.RLIM_INFINITY else size(soft)
+    advice = (
+        ""
+        if soft == resource.RLIM_INFINITY
+        else "the daemon locks nothing; engines that pin the arena for DMA may need LimitMEMLOCK=infinity (or --ulimit memlock=-1)"
+    )
+    yield Finding("locked memory (memlock)", text, GOOD if not advice else NOTE, advice)
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    low = soft != resource.RLIM_INFINITY and soft < 4096
+    yield Finding(
+        "open files (nofile)", str(soft), NOTE if low else GOOD, "a daemon with many clients needs two per client: LimitNOFILE=65536" if low else ""
+    )
+
+
+def copies() -> Iterator[Finding]:
+    """The ceiling of every put and get: numpy copies out of a mapping."""
+    if memory_limit() < 4 * BUFFER:
+        yield Finding("memcpy", "not tried: too little memory", NOTE)
+        return
+    with mmap.mmap(-1, BUFFER) as source_map, mmap.mmap(-1, BUFFER) as target_map:
+        source, target = np.frombuffer(source_map, np.uint8), np.frombuffer(target_map, np.uint8)
+        source[:] = 1
+        rates = []
+        for _ in range(8):
+            began = time.perf_counter()
+            np.copyto(target, source)
+            rates.append(BUFFER / (time.perf_counter() - began))
+        del source, target
+    rate = median(rates[1:])
+    slow = rate < 2e9
+    advice = f"a put or get of 1 MiB moves at about this speed: {MiB / rate * 1e6:.0f} us"
+    yield Finding(
+        "memcpy",
+        f"{rate / 1e9:.1f} GB/s",
+        NOTE if slow else GOOD,
+        advice + ("; that is slow: is the host overcommitted or throttled?" if slow else ""),
+    )
+
+
+def disk_speed(directory: Path) -> Iterator[Finding]:
+    """Writing and reading one file, past the page cache where the file system allows."""
+    try:
+        found = os.statvfs(directory)
+    except OSError as error:
+        yield Finding("disk", f"{directory}: {error.strerror}", BAD, "give --disk a directory that is there")
+        return
+    free = found.f_bavail * found.f_frsize
+    if free < 2 * DISK:
+        yield Finding("disk", f"{directory}: {size(free)} free", NOTE, "too little to try its speed")
+        return
+    try:
+        write, read, direct = _disk_rates(directory)
+    except OSError as error:
+        yield Finding("disk", f"{directory}: {error.strerror}", NOTE, "cannot be written to by this user")
+        return
+    how = "O_DIRECT" if direct else "through the page cache: no O_DIRECT here"
+    advice = "only a lower tier needs it" if direct else "a lower tier here would use the page cache: its memory counts against the container too"
+    yield Finding(
+        "disk", f"{directory}: write {write / 1e9:.2f}, read {read / 1e9:.2f} GB/s ({how}), {size(free)} free", GOOD if direct else NOTE, advice
+    )
+
+
+def daemon(common: Common) -> Iterator[Finding]:
+    """The daemon at the address, if there is one: round trip, arena, limits."""
+    try:
+        with common.client() as client:
+            status = client.status(deadline=common.deadline)
+            times = []
+            for _ in range(CALLS):
+                began = time.perf_counter()
+                client.status(deadline=common.deadline)
+                times.append(time.perf_counter() - began)
+    except KvtierError as error:
+        yield Finding("daemon", f"none at {common.where}: {error}", NOTE, "start one with kvtier-server, or correct --address")
+        return
+    yield Finding("daemon", f"{common.where}, version {status['version']}, pid {status['pid']}")
+    ordered = sorted(times)
+    text = f"{median(ordered) * 1e6:.0f} us, p99 {ordered[int(0.99 * CALLS)] * 1e6:.0f} us"
+    slow = median(ordered) > 1e-3
+    yield Finding(
+        "round trip (status call)", text, NOTE if slow else GOOD, "the lane answers in 0.1 ms on a quiet host: busy cores, or gRPC?" if slow else ""
+    )
+    ready, total = status["arena_ready_bytes"], status["arena_bytes"]
+    behind = "" if ready >= total else "still being backed by memory: if this number stands still, see the daemon's log for `arena not backed`"
+    yield Finding("arena", f"{size(total)}, {size(ready)} backed, {size(status['used_bytes'])} used", GOOD if not behind else NOTE, behind)
+    yield from _daemon_limits(status["pid"])
+
+
+def _daemon_limits(pid: int) -> Iterator[Finding]:
+    try:
+        lines = Path(f"/proc/{pid}/limits").read_text().splitlines()
+    except OSError:
+        return  # another host's, another container's, or another user's
+    files = next((line.split()[3] for line in lines if line.startswith("Max open files")), "")
+    if files.isdigit() and int(files) < 4096:
+        yield Finding("the daemon's open files", files, NOTE, "two per client and socket: LimitNOFILE=65536 in its unit")
+
+
+def _meminfo(name: str) -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
+
+
+def _disk_rates(directory: Path) -> tuple[float, float, bool]:
+    """(bytes a second written, bytes a second read, whether past the page cache). Raises OSError."""
+    handle, name = tempfile.mkstemp(dir=directory, prefix=".kvtier-doctor-")
+    try:
+        os.close(handle)
+        os_direct = getattr(os, "O_DIRECT", 0)
+        try:
+            descriptor, direct = os.open(name, os.O_RDWR | os.O_CLOEXEC | os_direct), bool(os_direct)
+        except OSError:
+            descriptor, direct = os.open(name, os.O_RDWR | os.O_CLOEXEC), False
+        try:
+            with mmap.mmap(-1, 4 * MiB) as buffer:  # page-aligned, as O_DIRECT wants it
+                buffer[:] = os.urandom(4096) * (4 * MiB // 4096)
+                began = time.perf_counter()
+                for at in range(0, DISK, len(buffer)):
+                    os.pwrite(descriptor, buffer, at)
+                os.fsync(descriptor)
+                middle = time.perf_counter()
+                if not direct:
+                    os.posix_fadvise(descriptor, 0, DISK, os.POSIX_FADV_DONTNEED)
+                for at in range(0, DISK, len(buffer)):
+                    os.preadv(descriptor, [buffer], at)
+                end = time.perf_counter()
+        finally:
+            os.close(descriptor)
+    finally:
+        os.unlink(name)
+    return DISK / (middle - began), DISK / (end - middle), direct
+
+
+def _print(findings: list[Finding], bad: int) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+    marks = {GOOD: "[green]good[/]", NOTE: "[yellow]note[/]", BAD: "[red]bad [/]"}
+    for finding in findings:
+        console.print(f"{marks[finding.state]}  {finding.subject}: ", end="")
+        console.print(finding.found, markup=False)
+        if finding.advice:
+            console.print(f"      {finding.advice}", markup=False, style="dim")
+    console.print(f"{bad} bad" if bad else "nothing bad", style="bold")
