@@ -1,7 +1,7 @@
-"""What watching costs: a scrape of a daemon that holds many blocks in many namespaces, what the lane's callers feel of it, and what counting a call costs.
+"""What watching costs: a scrape of a daemon with many blocks in many namespaces, what lane callers feel of it, what counting a call costs.
 
 `python -m bench.scrape [--quick] [--strict] [--json FILE]`. The scrape is timed against the health page of the same daemon (the same HTTP, nothing
-read), lookups beside a scraper against lookups alone, and one `Series.add` against an empty call of the same shape.
+read), lookups beside a scraper that never pauses against lookups alone, and one `Series.add` against an empty loop.
 """
 
 from __future__ import annotations
