@@ -84,7 +84,7 @@ class Report:
         self.add(case, metric, median(trials), "ratio", 1.0, trials, mark)
 
     def _row(self, case: str, metric: str, value: float, unit: str, ceiling: float | None, ratio: float | None) -> None:
-        short = [None if number is None else float(f"{number:.6g}") for number in (value, ceiling, ratio)]
+        short = [None if number is None else float(f"{number:.7g}") for number in (value, ceiling, ratio)]
         assert short[0] is not None
         self.rows.append(Row(case, metric, short[0], unit, short[1], short[2], self.command))
 
