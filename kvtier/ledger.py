@@ -10,7 +10,7 @@ Not thread-safe: the store holds its lock around every call.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -186,6 +186,51 @@ class Ledger:
 
     def key(self, row: int) -> bytes:
         return self._keys[row]
+
+    def is_sealed(self, row: int) -> bool:
+        return self.state[row] == SEALED
+
+    def is_reserved(self, row: int) -> bool:
+        return self.state[row] == RESERVED
+
+    def restore(self, columns: Mapping[str, npt.NDArray[Any]], keys: list[bytes]) -> None:
+        """Fills an empty ledger with sealed blocks, oldest first: columns page, nbytes, slot, size, namespace, checksum. 0.5 s a million blocks.
+
+        Raises ValueError if a key stands twice; the ledger is of no use then.
+        """
+        assert not self.known and not self.reserved
+        n = len(keys)
+        if not n:
+            return
+        self._grow(max(0, n - len(self._free)))
+        cut = len(self._free) - n
+        rows = np.sort(np.frombuffer(self._free, np.uint32)[cut:])
+        del self._free[cut:]
+        for name, values in columns.items():
+            column = getattr(self, name)
+            np.frombuffer(column, column.typecode)[rows] = values
+        np.frombuffer(self.state, np.uint8)[rows] = SEALED
+        np.frombuffer(self.age, np.uint64)[rows] = np.arange(self._tick + 1, self._tick + 1 + n, dtype=np.uint64)
+        self._tick += n
+        shards, key_of = self._shards, self._keys
+        for row, key in zip(rows.tolist(), keys, strict=True):
+            shards[key[0]][key] = row
+            key_of[row] = key
+        self.known = n
+        if sum(map(len, shards)) != n:
+            raise ValueError("a key stands twice")
+        prev, after = np.frombuffer(self._prev, np.uint32), np.frombuffer(self._next, np.uint32)
+        sizes = np.frombuffer(self.size, np.uint8)[rows]
+        for head in np.unique(sizes).tolist():
+            chain = np.concatenate(([head], rows[sizes == head], [head])).astype(np.uint32)
+            after[chain[:-1]] = chain[1:]
+            prev[chain[1:]] = chain[:-1]
+            self.idle[head] = len(chain) - 2
+
+    def sealed_rows_by_age(self) -> npt.NDArray[np.int64]:
+        """All sealed rows, oldest first; leased ones stand by their last release."""
+        rows = np.flatnonzero(np.frombuffer(self.state, np.uint8) == SEALED)
+        return rows[np.argsort(np.frombuffer(self.age, np.uint64)[rows], kind="stable")]
 
     def slab_ages(self, size: int, slab_pages: int) -> dict[int, float]:
         """Mean tick of the blocks of each slab of a size class in which nothing is leased, reserved or doomed. Costs 2 ms at a million rows."""

@@ -47,7 +47,7 @@ class Room:
     poison   fill freed slots with 0x7F
     """
 
-    def __init__(self, arena: Arena, slabs: Slabs, ledger: Ledger, counters: Counters, poison: bool) -> None:
+    def __init__(self, arena: Arena | None, slabs: Slabs, ledger: Ledger, counters: Counters, poison: bool) -> None:
         self._arena = arena
         self._slabs = slabs
         self._ledger = ledger
@@ -81,7 +81,7 @@ class Room:
 
     def free(self, rows: Sequence[int]) -> None:
         """Forgets rows that nobody leases and gives their slots back."""
-        if self._poison:
+        if self._poison and self._arena is not None:
             for row in rows:
                 self._arena.poison(self._ledger.page[row] * SLOT_ALIGN, self._ledger.slot[row])
         self._slabs.give(self._ledger.forget(rows))

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtier.errors import Full, Invalid
 from kvtier.layout import SLOT_ALIGN
@@ -31,15 +32,22 @@ class SizeClass:
     slabs: set[int] = field(default_factory=set)
 
 
+def default_slab(nbytes: int) -> int:
+    """Bytes of a slab for this capacity."""
+    slab = SLAB_BYTES if nbytes >= MIN_SLABS * SLAB_BYTES else nbytes // MIN_SLABS
+    return slab // SLOT_ALIGN * SLOT_ALIGN
+
+
 class Slabs:
-    """The slots of an arena.
+    """The slots of an arena, or of a file that grows slab by slab.
 
     arena_bytes   capacity; only whole slabs are used (`usable_bytes`)
+    slab_bytes    size of a slab, a multiple of the page; None: by the capacity
+    backed        slabs from the start that have memory or disk behind them; the others wait for `back`. None: all
     """
 
-    def __init__(self, arena_bytes: int) -> None:
-        slab = SLAB_BYTES if arena_bytes >= MIN_SLABS * SLAB_BYTES else arena_bytes // MIN_SLABS
-        self.slab_bytes = slab // SLOT_ALIGN * SLOT_ALIGN
+    def __init__(self, arena_bytes: int, slab_bytes: int | None = None, backed: int | None = None) -> None:
+        self.slab_bytes = slab_bytes or default_slab(arena_bytes)
         if self.slab_bytes == 0:
             raise Invalid(f"an arena needs at least {MIN_SLABS * SLOT_ALIGN} bytes, not {arena_bytes}")
         self.slab_pages = self.slab_bytes // SLOT_ALIGN
@@ -48,7 +56,9 @@ class Slabs:
         self.used = array("I", bytes(4 * self.count))  # slots taken, by slab
         self.classes: dict[int, SizeClass] = {}  # by slot size
         self._by_index: list[SizeClass | None] = [None] * (MAX_CLASSES + 1)
-        self._pool = list(range(self.count - 1, -1, -1))  # slabs without a class; the lowest goes first (it is prefaulted first)
+        backed = self.count if backed is None else min(backed, self.count)
+        self._unbacked = list(range(self.count - 1, backed - 1, -1))
+        self._pool = list(range(backed - 1, -1, -1))  # slabs without a class; the lowest goes first (it is prefaulted first)
         self._owner: list[SizeClass | None] = [None] * self.count
 
     def size_class(self, slot_bytes: int) -> SizeClass:
@@ -89,6 +99,40 @@ class Slabs:
         for page in pages:
             used[page // per] += 1
         return pages
+
+    @property
+    def unbacked(self) -> int | None:
+        """The next slab without anything behind it, None if there is none."""
+        return self._unbacked[-1] if self._unbacked else None
+
+    def back(self) -> None:
+        """The slab that `unbacked` names may be used from here on."""
+        self._pool.append(self._unbacked.pop())
+
+    def restore(self, pages: npt.NDArray[np.uint32], slots: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
+        """Takes exactly these slots, before any other is taken. Returns which could be: others lie outside, overlap or mix sizes."""
+        taken = np.zeros(len(pages), np.bool_)
+        slab_of = pages // self.slab_pages
+        order = np.argsort(slab_of, kind="stable")
+        bounds = np.flatnonzero(np.diff(slab_of[order])) + 1
+        pool = set(self._pool)
+        for mine in np.split(order, bounds) if len(pages) else ():
+            slab, slot = int(slab_of[mine[0]]), int(slots[mine[0]])
+            if slab not in pool or not 0 < slot <= self.slab_bytes or slot % SLOT_ALIGN:
+                continue
+            size, step, first = self.size_class(slot), slot // SLOT_ALIGN, slab * self.slab_pages
+            index, rest = np.divmod(pages[mine].astype(np.int64) - first, step)
+            fits = mine[(slots[mine] == slot) & (rest == 0) & (index < self.slots(size))]
+            unique, at = np.unique(pages[fits], return_index=True)
+            taken[fits[at]] = True
+            pool.discard(slab)
+            every = first + step * np.arange(self.slots(size), dtype=np.uint32)
+            size.free.extend(np.setdiff1d(every, unique)[::-1].tolist())
+            size.slabs.add(slab)
+            self._owner[slab] = size
+            self.used[slab] = len(unique)
+        self._pool = sorted(pool, reverse=True)
+        return taken
 
     def give(self, pages: Iterable[int]) -> None:
         """Slots are free again."""
@@ -145,7 +189,7 @@ class Slabs:
                 assert not mine & pages and mine | (pages & slots) == slots, f"slab {slab}: a slot is lost or doubled"
                 assert len(mine) == self.used[slab], f"slab {slab}: {self.used[slab]} counted, {len(mine)} taken"
         assert not seen, "slots taken outside any slab"
-        assert sorted(self._pool + [s for c in self.classes.values() for s in c.slabs]) == list(range(self.count))
+        assert sorted(self._pool + [s for c in self.classes.values() for s in c.slabs] + self._unbacked) == list(range(self.count))
 
     def _adopt(self, size: SizeClass, slab: int) -> None:
         first, step = slab * self.slab_pages, size.slot_bytes // SLOT_ALIGN
