@@ -2,18 +2,20 @@
 
 A put reads chunks and copies them into reserved slots, window by window, so that a long one stays below the caller's cap; a get leases, streams and
 releases the same way. Each yields or consumes plain bytes; framing is the transport's. Whatever ends a call early, nothing stays held.
+No copy is made here but into slots: what a get yields is the slot itself, to be copied before the next step.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import numpy as np
 import xxhash
 
 from kvtier.block import digest
 from kvtier.errors import Deadline, Invalid, KvtierError, Lost
+from kvtier.frames import CHUNK
 from kvtier.identity import NO_CONTEXT, derive_keys
 from kvtier.layout import HEADER_BYTES
 from kvtier.namespaces import check_hashes
@@ -22,11 +24,12 @@ from kvtier.session import Session
 from kvtier.store import END, MAX_KEYS, PRESENT
 from kvtier.v1 import kvtier_pb2 as pb
 
-CHUNK = 2 * 2**20  # bytes: above 1 MiB, where a gRPC stream is at its best, and below gRPC's default limit of 4
 _WINDOW = 32  # blocks held at once
 
+Piece = bytes | memoryview
 
-def put(service: Service, session: Session, request: pb.PutRequest, chunks: Iterator[bytes], until: float) -> pb.PutReply:
+
+def put(service: Service, session: Session, request: pb.PutRequest, chunks: Iterator[Piece], until: float) -> pb.PutReply:
     """Stores the bodies that `chunks` carries in order. The answer counts the leading blocks known now. Raises Invalid for a malformed call.
 
     `until` is a time.monotonic(). Bodies of blocks that are present are read and dropped. Any other fault ends the put with a reason.
@@ -62,10 +65,10 @@ def put(service: Service, session: Session, request: pb.PutRequest, chunks: Iter
     return pb.PutReply(known=known)
 
 
-def get(service: Service, session: Session, request: pb.Keys, until: float) -> Iterator[pb.GetReply | bytes | pb.GetTrailer]:
+def get(service: Service, session: Session, request: pb.Keys, until: float) -> Generator[pb.GetReply | memoryview | pb.GetTrailer, None, None]:
     """A GetReply, the bytes of the leading known blocks in pieces of at most CHUNK, a GetTrailer. Raises Invalid, Stale, Deadline.
 
-    Closing the generator early releases what it holds.
+    A piece is valid until the next one is asked for. Closing the generator early releases what it holds.
     """
     namespace = service.store.namespaces.get(request.handle, session.peer.tenant)
     resolved = range_of(request)
@@ -87,7 +90,7 @@ def get(service: Service, session: Session, request: pb.Keys, until: float) -> I
                 view = memory[offset : offset + nbytes]
                 sums.append(session.checksum(id_, i, view))
                 for at in range(0, nbytes, CHUNK):
-                    yield bytes(view[at : at + CHUNK])
+                    yield view[at : at + CHUNK]
         finally:
             session.release(id_, ())
         if stop != END:
@@ -100,7 +103,7 @@ def _window(service: Service, slot_bytes: int) -> int:
     return max(1, min(_WINDOW, service.store.session_cap // 4 // slot_bytes))
 
 
-def _fill(service: Service, offsets: list[int], nbytes: int, expected: list[int], chunks: Iterator[bytes], until: float) -> list[int]:
+def _fill(service: Service, offsets: list[int], nbytes: int, expected: list[int], chunks: Iterator[Piece], until: float) -> list[int]:
     """Reads one body per offset into its slot (or past a PRESENT one). Returns the digests of the blocks, 0 for those that are present.
 
     Raises Lost for a body that is not what its checksum says, Invalid for one that ends early or runs over, Deadline.

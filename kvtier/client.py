@@ -5,92 +5,101 @@
     with client.fill(ns, hashes) as slots: ...      # reserve; sealed on a clean exit, aborted on an exception
     with client.lease(ns, hashes) as blocks: ...    # the warm leading part, pinned until exit
 
-Reads and writes never raise for a fault of the service: they answer less, with a reason (`.reason`). Only a caller's mistake raises (Invalid).
-Every call has a deadline. Thread-safe and fork-safe: a child process connects anew by itself.
+The same calls over the lane (bytes by reference) and over gRPC (bytes copied): the address chooses, and a lane whose memory cannot be mapped
+gives way to gRPC. Reads and writes never raise for a fault of the service: they answer less, with a reason (`.reason`). Only a caller's mistake
+raises (Invalid). Every call has a deadline. Thread-safe and fork-safe: a child process connects anew by itself.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from types import TracebackType
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
-import numpy.typing as npt
+from google.protobuf.message import DecodeError, Message
 
-from kvtier.connection import Attachment, Connection
-from kvtier.errors import Invalid, KvtierError, Stale, Unavailable
-from kvtier.frames import Verb
+from kvtier.calls import (
+    BULK,
+    CONTROL,
+    KEYS_PER_CALL,
+    LOOKUP,
+    PRESENT,
+    STOPS,
+    WHOLE,
+    Answer,
+    Bodies,
+    Body,
+    Fill,
+    Hashes,
+    Lease,
+    NamespaceInfo,
+    Registered,
+    Transport,
+    batches,
+    context_field,
+    count,
+    range_fields,
+    split,
+)
+from kvtier.connection import Unmappable
+from kvtier.errors import Invalid, KvtierError, Unavailable
+from kvtier.frames import Verb, grpc_beside
 from kvtier.identity import NO_CONTEXT, Description
-from kvtier.layout import HEADER_BYTES, Extents, Range
+from kvtier.layout import Range
+from kvtier.local import Local
 from kvtier.v1 import kvtier_pb2 as pb
 
-Body = npt.NDArray[np.uint8]
-Hashes = bytes | Sequence[bytes]
+if TYPE_CHECKING:
+    from kvtier.remote import Remote
 
-KEYS_PER_CALL = 1024  # longer lists are split: a longer call would hold the daemon's interpreter against other clients
-PRESENT = 2**64 - 1
-LOOKUP, CONTROL, BULK = 0.05, 0.25, 5.0  # default deadlines, seconds
-WHOLE = Range()
-_STOPS = {0: "", 1: "miss", 2: "cold: prefetch first", 3: "full, retry: the session or tenant holds all it may", 4: "there is no lower tier"}
+__all__ = [
+    "PRESENT",
+    "WHOLE",
+    "Answer",
+    "Bodies",
+    "Body",
+    "Client",
+    "Fill",
+    "Hashes",
+    "Lease",
+    "NamespaceInfo",
+    "Registered",
+]
 
+LANE_AGAIN = 60.0  # seconds after which a client that fell back to gRPC tries the lane again: descriptors or memory may only have been short
 
-class Answer(int):
-    """A number with the reason why it is not larger ("" if it is all that was asked for)."""
-
-    reason: str
-
-    def __new__(cls, value: int, reason: str = "") -> Answer:
-        made = super().__new__(cls, value)
-        made.reason = reason
-        return made
-
-
-class Bodies(list[Body]):
-    """Private copies of block bodies, a leading part, with the reason why it ends where it does."""
-
-    reason: str = ""
-
-
-class Registered:
-    """A namespace as this client uses it. Made by `Client.register`; remembers the daemon's handle for it, which a restart voids."""
-
-    def __init__(self, description: Description) -> None:
-        self.description = description
-        self.digest = description.digest
-        self.canonical = description.canonical
-        self.hash_bytes = description.hashing.nbytes
-        self._handle: tuple[int, int] | None = None  # (boot id, handle)
-        self._resolved: dict[Range, tuple[tuple[int, int, int, int, int], Extents]] = {}
-
-    def extents(self, range_: Range = WHOLE) -> Extents:
-        """Sizes and offsets of a block of this range. Raises Invalid outside the layout."""
-        return self.resolve(range_)[1]
-
-    def resolve(self, range_: Range) -> tuple[tuple[int, int, int, int, int], Extents]:
-        """(group, layer_lo, layer_hi, head_lo, head_hi) and extents; cached."""
-        found = self._resolved.get(range_)
-        if found is None:
-            layout = self.description.layout
-            found = (layout.resolve(range_), layout.extents(range_))
-            if len(self._resolved) < 4096:
-                self._resolved[range_] = found
-        return found
+M = TypeVar("M", bound=Message)
+log = logging.getLogger(__name__)
 
 
 class Client:
-    """One session with the daemon at `address` ("unix:/path", or a path).
+    """One session with the daemon at `address`. Connects on first use and again after a loss; an absent daemon raises nothing.
 
-    Connects on first use and again after a loss; an absent daemon raises nothing.
+    address   "unix:/path/to/kvtier.sock" or a path   the lane, for processes on the daemon's host
+              "grpc+unix:/path"                       gRPC on a Unix socket
+              "grpc://host:port"                      gRPC in clear, for loopback or a tunnel
+              "grpcs://host:port"                     gRPC over TLS
+    token     what the daemon's token file knows this client by; needed on TCP
+    ca        PEM file of the authorities that may have signed the daemon's certificate (grpcs); None: the system's
+    cert, key PEM files of this client's own certificate, where the daemon asks for one
     """
 
-    def __init__(self, address: str) -> None:
-        scheme, _, path = address.rpartition(":")
-        if scheme not in ("", "unix") or not path:
-            raise Invalid(f"{address!r} is not an address this client knows: write unix:/path/to/kvtier.sock")
-        self._connection = Connection(path)
+    def __init__(self, address: str, *, token: str | None = None, ca: str | None = None, cert: str | None = None, key: str | None = None) -> None:
+        scheme, rest = _parse(address)
+        self._lock = threading.Lock()
+        self._lane_again = 0.0
+        self._local: Local | None = None
+        self._remote: Remote | None = None
+        if scheme == "unix":
+            if token or ca or cert or key:
+                raise Invalid("the lane takes no token and no certificate: the kernel says who connects")
+            self._local = Local(rest)
+            self._connection = self._local.connection
+        else:
+            self._remote = _remote(scheme, rest, token=token, ca=ca, cert=cert, key=key)
 
     def __enter__(self) -> Client:
         return self
@@ -100,18 +109,24 @@ class Client:
 
     def close(self) -> None:
         """Ends the session. Open leases stay valid to read until they exit; open fills are lost."""
-        self._connection.close()
+        for transport in (self._local, self._remote):
+            if transport is not None:
+                transport.close()
 
     def register(self, description: Description) -> Registered:
         """A namespace to use in calls. Does no I/O: the daemon hears of it with the first call."""
         return Registered(description)
 
+    @property
+    def lost_blocks(self) -> int:
+        """Blocks that came over gRPC and failed their check, so far. They were answered as misses."""
+        return self._remote.lost_blocks if self._remote is not None else 0
+
     # -- reading
 
     def lookup(self, ns: Registered, hashes: Hashes, *, range_: Range = WHOLE, context: bytes = NO_CONTEXT, deadline: float = LOOKUP) -> Answer:
         """The number of leading blocks the service knows, in any tier. No side effects."""
-        answer = self.lookup_runs(ns, [(range_, hashes)], context=context, deadline=deadline)
-        return answer[0]
+        return self.lookup_runs(ns, [(range_, hashes)], context=context, deadline=deadline)[0]
 
     def lookup_runs(
         self, ns: Registered, runs: Sequence[tuple[Range, Hashes]], *, context: bytes = NO_CONTEXT, deadline: float = LOOKUP
@@ -119,15 +134,17 @@ class Client:
         """`lookup` for several runs of hashes, each in its own range: leading known blocks per run."""
         known = [0] * len(runs)
         reason = ["miss"] * len(runs)
-        parts = [(i, part, _count(ns, part)) for i, (_, hashes) in enumerate(runs) for part in _split(ns, hashes)]
+        parts = [(i, part, count(ns, part)) for i, (_, hashes) in enumerate(runs) for part in split(ns, hashes)]
         ended: set[int] = set()
         try:
-            for batch in _batches(parts, KEYS_PER_CALL):
+            for batch in batches(parts, KEYS_PER_CALL):
                 asked = [entry for entry in batch if entry[0] not in ended]
-                request = pb.LookupRequest(context=_context(context))
+                request = pb.LookupRequest(context=context_field(context))
                 for i, part, _ in asked:
-                    request.run.append(pb.Run(hashes=part, **_range_fields(ns, runs[i][0])))
-                reply = pb.LookupReply.FromString(self._call(ns, Verb.LOOKUP, request, deadline))
+                    request.run.append(pb.Run(hashes=part, **range_fields(ns, runs[i][0])))
+                reply = self._ask(pb.LookupReply, ns, Verb.LOOKUP, request, deadline)
+                if len(reply.known) != len(asked):
+                    raise Unavailable(f"the daemon answers {len(reply.known)} runs of {len(asked)}")
                 for (i, _, n), found in zip(asked, reply.known, strict=True):
                     known[i] += found
                     if found < n:
@@ -137,37 +154,28 @@ class Client:
         except KvtierError as error:
             reason = [str(error)] * len(runs)
             ended |= set(range(len(runs)))
-        totals = [_count(ns, hashes) for _, hashes in runs]
+        totals = [count(ns, hashes) for _, hashes in runs]
         return [Answer(n, "" if n == total else why) for n, total, why in zip(known, totals, reason, strict=True)]
 
-    def lease(self, ns: Registered, hashes: Hashes, *, range_: Range = WHOLE, context: bytes = NO_CONTEXT, deadline: float = CONTROL) -> Lease:
-        """A context manager over the warm leading part: read-only body views that stay valid and unchanged until exit."""
-        return Lease(self, ns, hashes, range_, context, deadline)
+    def lease(self, ns: Registered, hashes: Hashes, *, range_: Range = WHOLE, context: bytes = NO_CONTEXT, deadline: float | None = None) -> Lease:
+        """A context manager over the warm leading part: read-only body views that stay valid and unchanged until exit.
+
+        Over gRPC these are private copies, which arrive on entry. The deadline is 0.25 s on the lane and 5 s over gRPC if none is given.
+        """
+        return self._transport(deadline or CONTROL).lease(ns, hashes, range_, context, deadline)
 
     def get(self, ns: Registered, hashes: Hashes, *, range_: Range = WHOLE, context: bytes = NO_CONTEXT, deadline: float = BULK) -> Bodies:
-        """Private copies of the leading part, taken in pieces so that the session's cap is never in the way."""
-        bodies = Bodies()
-        for part in _split(ns, hashes, KEYS_PER_CALL):
-            raw = part
-            while raw:
-                with self.lease(ns, raw, range_=range_, context=context, deadline=deadline) as blocks:
-                    for view in blocks:
-                        body = np.empty(view.size, np.uint8)
-                        np.copyto(body, view)
-                        bodies.append(body)
-                    bodies.reason = blocks.reason
-                raw = raw[len(blocks) * ns.hash_bytes :]
-                if not raw or not blocks or blocks.stop != pb.CAP:
-                    break
-            if raw:
-                return bodies
-        return bodies
+        """Private copies of the leading part. What came over gRPC has been checked, key and every byte."""
+        return self._transport(deadline).get(ns, hashes, range_, context, deadline)
 
     # -- writing
 
-    def fill(self, ns: Registered, hashes: Hashes, *, range_: Range = WHOLE, context: bytes = NO_CONTEXT, deadline: float = CONTROL) -> Fill:
-        """A context manager over reserved slots: writable body views, None where the block is present or nothing could be reserved."""
-        return Fill(self, ns, hashes, range_, context, deadline)
+    def fill(self, ns: Registered, hashes: Hashes, *, range_: Range = WHOLE, context: bytes = NO_CONTEXT, deadline: float | None = None) -> Fill:
+        """A context manager over reserved slots: writable body views, None where the block is present or nothing could be reserved.
+
+        Over gRPC these are private buffers, put on a clean exit. Deadlines as for `lease`.
+        """
+        return self._transport(deadline or CONTROL).fill(ns, hashes, range_, context, deadline)
 
     def put(
         self,
@@ -180,307 +188,138 @@ class Client:
         deadline: float = BULK,
     ) -> Answer:
         """Copies these bodies (uint8 buffers of `extents.body_bytes`) in. Returns how many are known now, counted from the front."""
-        total, step = _count(ns, hashes), ns.hash_bytes
-        if total != len(bodies):
-            raise Invalid(f"{total} hashes for {len(bodies)} bodies")
-        raw = _join(ns, hashes)
-        extents = ns.extents(range_)
+        if count(ns, hashes) != len(bodies):
+            raise Invalid(f"{count(ns, hashes)} hashes for {len(bodies)} bodies")
+        nbytes = ns.extents(range_).body_bytes
         for body in bodies:
-            if memoryview(body).nbytes != extents.body_bytes:
-                raise Invalid(f"a body of this range has {extents.body_bytes} bytes, not {memoryview(body).nbytes}")
-        try:
-            arena = self._connection.attach(deadline).mapping.nbytes
-        except KvtierError as error:
-            return Answer(0, str(error))
-        # a quarter of what a session may hold, so that other threads of it find room
-        per_call = max(1, min(KEYS_PER_CALL, arena // 16 // extents.slot_bytes))
-        done = 0
-        while done < total:
-            n = min(per_call, total - done)
-            with self.fill(ns, raw[done * step : (done + n) * step], range_=range_, context=context, deadline=deadline) as slots:
-                for slot, body in zip(slots, bodies[done : done + n], strict=True):
-                    if slot is not None:
-                        np.copyto(slot, np.frombuffer(body, np.uint8))
-            if slots.sealed < n:
-                return Answer(done + slots.sealed, slots.reason)
-            done += n
-        return Answer(done)
+            if memoryview(body).nbytes != nbytes:
+                raise Invalid(f"a body of this range has {nbytes} bytes, not {memoryview(body).nbytes}")
+        return self._transport(deadline).put(ns, hashes, bodies, range_, context, deadline)
 
     def delete(self, ns: Registered, hashes: Hashes, *, range_: Range = WHOLE, context: bytes = NO_CONTEXT, deadline: float = CONTROL) -> Answer:
         """Makes the service forget these blocks. Returns how many it knew."""
-        return self._count_call(Verb.DELETE, ns, hashes, range_, context, deadline)
+        return self._count(Verb.DELETE, ns, hashes, range_, context, deadline, degrade=True)
 
     def prefetch(self, ns: Registered, hashes: Hashes, *, range_: Range = WHOLE, context: bytes = NO_CONTEXT, deadline: float = CONTROL) -> Answer:
         """Starts bringing cold blocks into memory and returns at once: how many were started."""
-        return self._count_call(Verb.PREFETCH, ns, hashes, range_, context, deadline)
+        return self._count(Verb.PREFETCH, ns, hashes, range_, context, deadline, degrade=True)
 
     def flush(self, ns: Registered, hashes: Hashes, *, range_: Range = WHOLE, context: bytes = NO_CONTEXT, deadline: float = BULK) -> Answer:
         """Waits until these blocks are settled in a lower tier. Returns how many are (0 where there is no lower tier)."""
-        return self._count_call(Verb.FLUSH, ns, hashes, range_, context, deadline)
+        return self._count(Verb.FLUSH, ns, hashes, range_, context, deadline, degrade=True)
 
     # -- operators: these raise everything
 
     def explain(self, description: Description, *, deadline: float = BULK) -> list[str]:
         """How the nearest namespace of this model that the daemon knows differs: a line per field. Empty: known, or no such model."""
-        attachment = self._connection.attach(deadline)
         request = pb.ExplainRequest(description=description.canonical)
-        reply = self._connection.call(attachment, Verb.EXPLAIN, request.SerializeToString(), deadline)
-        return list(pb.ExplainReply.FromString(reply).line)
+        return list(self._ask(pb.ExplainReply, None, Verb.EXPLAIN, request, deadline).line)
 
     def status(self, *, check_integrity: bool = False, deadline: float = BULK) -> dict[str, Any]:
         """Gauges and counters of the daemon."""
-        attachment = self._connection.attach(deadline)
         request = pb.StatusRequest(check_integrity=check_integrity)
-        reply = self._connection.call(attachment, Verb.STATUS, request.SerializeToString(), deadline)
-        status: dict[str, Any] = json.loads(pb.StatusReply.FromString(reply).json)
+        status: dict[str, Any] = json.loads(self._ask(pb.StatusReply, None, Verb.STATUS, request, deadline).json)
         return status
+
+    def list_namespaces(self, *, deadline: float = BULK) -> list[NamespaceInfo]:
+        """The namespaces of the caller's tenant; of all tenants for an admin."""
+        reply = self._ask(pb.ListReply, None, Verb.LIST, pb.ListRequest(), deadline)
+        return [NamespaceInfo.of(one) for one in reply.namespace]
+
+    def show(self, name: str, *, deadline: float = BULK) -> tuple[NamespaceInfo, dict[str, Any]]:
+        """A namespace by the beginning of its digest (hex): what `list_namespaces` says, and its description as plain data."""
+        reply = self._ask(pb.ShowReply, None, Verb.SHOW, pb.ShowRequest(name=name), deadline)
+        return NamespaceInfo.of(reply.info), json.loads(reply.description)
+
+    def diff(self, stored: str, live: str, *, deadline: float = BULK) -> list[str]:
+        """The fields in which two namespaces differ, a line each."""
+        reply = self._ask(pb.ExplainReply, None, Verb.DIFF, pb.DiffRequest(stored=stored, live=live), deadline)
+        return list(reply.line)
+
+    def drop(self, name: str, *, deadline: float = BULK) -> int:
+        """Forgets a namespace and its blocks. Returns how many blocks those were. Needs role admin."""
+        return self._ask(pb.Count, None, Verb.DROP, pb.DropRequest(name=name), deadline).n
+
+    def pin(self, ns: Registered, hashes: Hashes, *, range_: Range = WHOLE, context: bytes = NO_CONTEXT, deadline: float = BULK) -> Answer:
+        """Keeps the leading known blocks from eviction until `unpin`, at most a tenth of the arena. Needs role admin."""
+        return self._count(Verb.PIN, ns, hashes, range_, context, deadline)
+
+    def unpin(self, ns: Registered, hashes: Hashes, *, range_: Range = WHOLE, context: bytes = NO_CONTEXT, deadline: float = BULK) -> Answer:
+        """Ends pins. Returns how many of these blocks were pinned. Needs role admin."""
+        return self._count(Verb.UNPIN, ns, hashes, range_, context, deadline)
 
     # -- inside
 
-    def _handle(self, ns: Registered, attachment: Attachment, deadline: float) -> int:
-        known = ns._handle
-        if known is not None and known[0] == attachment.boot:
-            return known[1]
-        request = pb.RegisterRequest(description=ns.canonical)
-        reply = pb.RegisterReply.FromString(self._connection.call(attachment, Verb.REGISTER, request.SerializeToString(), deadline))
-        if reply.description != ns.digest:
-            raise Unavailable("the daemon computes another digest for this description: client and daemon differ in version")
-        ns._handle = (attachment.boot, reply.handle)
-        return reply.handle
-
-    def _call(self, ns: Registered, verb: int, request: pb.LookupRequest | pb.Keys, deadline: float, attachment: Attachment | None = None) -> bytes:
-        """One call in a namespace; registers it where need be, once more if the daemon has forgotten the handle."""
-        until = time.monotonic() + deadline
-        attachment = attachment or self._connection.attach(deadline)
-        request.handle = self._handle(ns, attachment, deadline)
-        left = until - time.monotonic()
-        if left < 0.99 * deadline:  # a deadline that stays the same spares the socket two system calls
-            deadline = max(0.001, left)
+    def _transport(self, deadline: float) -> Transport:
+        """The lane, or gRPC: by address, and where the daemon's memory cannot be mapped. Connects a lane that is not; never raises."""
+        local, remote = self._local, self._remote
+        if remote is not None and (local is None or time.monotonic() < self._lane_again):
+            return remote
+        assert local is not None
         try:
-            return self._connection.call(attachment, verb, request.SerializeToString(), deadline)
-        except Stale:
-            ns._handle = None
-            request.handle = self._handle(ns, attachment, deadline)
-            return self._connection.call(attachment, verb, request.SerializeToString(), deadline)
+            local.attach(deadline)
+        except Unmappable as error:
+            return self._fall_back(local, error)
+        except KvtierError:
+            pass  # the call itself will say so
+        else:
+            if remote is not None:
+                self._remote = None
+                remote.close()
+        return local
 
-    def _count_call(self, verb: int, ns: Registered, hashes: Hashes, range_: Range, context: bytes, deadline: float) -> Answer:
+    def _fall_back(self, local: Local, error: Unmappable) -> Remote:
+        with self._lock:
+            self._lane_again = time.monotonic() + LANE_AGAIN
+            if self._remote is None:
+                path = grpc_beside(local.connection.path)
+                log.warning("kvtier: %s; using gRPC on %s instead: bytes are copied", error, path)
+                self._remote = _remote("grpc+unix", path)
+            return self._remote
+
+    def _ask(self, kind: type[M], ns: Registered | None, verb: int, request: Message, deadline: float) -> M:
+        """One call and its answer. Raises KvtierError of any kind."""
+        raw = self._transport(deadline).call(ns, verb, request, deadline)
+        try:
+            return kind.FromString(raw)
+        except DecodeError:
+            raise Unavailable("the daemon's answer cannot be read: it was garbled on its way, or is of another version") from None
+
+    def _count(self, verb: int, ns: Registered, hashes: Hashes, range_: Range, context: bytes, deadline: float, *, degrade: bool = False) -> Answer:
+        """Sum of a verb's counts over the parts of a long list. `degrade`: a fault of the service ends the sum with a reason."""
         total, reason = 0, ""
         try:
-            for part in _split(ns, hashes):
-                request = pb.Keys(context=_context(context), hashes=part, **_range_fields(ns, range_))
-                reply = pb.Count.FromString(self._call(ns, verb, request, deadline))
+            for part in split(ns, hashes):
+                request = pb.Keys(context=context_field(context), hashes=part, **range_fields(ns, range_))
+                reply = self._ask(pb.Count, ns, verb, request, deadline)
                 total += reply.n
-                reason = _STOPS.get(reply.stop, "")
-        except Invalid:
-            raise
+                reason = STOPS.get(reply.stop, "")
+                if verb == Verb.PIN and reason:
+                    break  # pins are a leading part too
         except KvtierError as error:
+            if not degrade or isinstance(error, Invalid):
+                raise
             reason = str(error)
         return Answer(total, reason)
 
 
-class Lease(Sequence[Body]):
-    """The warm leading part of a list of blocks: read-only uint8 views of their bodies. Use as a context manager; views are void after exit.
+def _remote(scheme: str, rest: str, **locks: Any) -> Remote:
+    from kvtier.channel import Channel  # a client of the lane does without grpc: 0.1 s of importing, and its threads
+    from kvtier.remote import Remote
 
-    reason    why it is shorter than asked; stop: the same as the daemon's number
-    """
-
-    def __init__(self, client: Client, ns: Registered, hashes: Hashes, range_: Range, context: bytes, deadline: float) -> None:
-        self._client, self._ns = client, ns
-        self._parts = _split(ns, hashes)
-        self._range, self._context, self._deadline = range_, _context(context), deadline
-        self._ids: list[int] = []
-        self._attachment: Attachment | None = None
-        self._offsets: list[int] = []
-        self.reason = ""
-        self.stop = 0
-
-    def __enter__(self) -> Lease:
-        ns, connection = self._ns, self._client._connection
-        fields = _range_fields(ns, self._range)
-        self._body_bytes = ns.extents(self._range).body_bytes
-        try:
-            attachment = connection.attach(self._deadline)
-            connection.use(attachment)
-            self._attachment = attachment
-            memory = attachment.memory.view()
-            memory.flags.writeable = False
-            self._memory = memory
-            for part in self._parts:
-                id_ = next(attachment.ids)
-                self._ids.append(id_)
-                request = pb.Keys(id=id_, context=self._context, hashes=part, **fields)
-                reply = pb.Slots.FromString(self._client._call(ns, Verb.LEASE, request, self._deadline, attachment))
-                self._offsets += reply.offset
-                self.stop = reply.stop
-                if self.stop:
-                    self.reason = _STOPS.get(self.stop, f"stopped ({self.stop})")
-                    break
-        except Invalid:
-            self.__exit__(None, None, None)
-            raise
-        except KvtierError as error:
-            self.reason = str(error)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        attachment, self._attachment = self._attachment, None
-        if attachment is None:
-            return
-        del self._memory
-        connection = self._client._connection
-        # the tail first, so that it is older than its head and goes first
-        connection.finish(attachment, Verb.RELEASE, self._ids[::-1], min(CONTROL, self._deadline))
-        connection.unuse(attachment)
-
-    def __len__(self) -> int:
-        return len(self._offsets)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self._offsets)))]
-        start = self._offsets[index] + HEADER_BYTES
-        return self._memory[start : start + self._body_bytes]
-
-    def __iter__(self) -> Iterator[Body]:
-        if not self._offsets:  # perhaps nobody answered: there is no mapping then
-            return iter(())
-        memory, nbytes = self._memory, self._body_bytes
-        return iter([memory[at : at + nbytes] for at in [offset + HEADER_BYTES for offset in self._offsets]])
+    return Remote(Channel(scheme, rest, **locks))
 
 
-class Fill(Sequence[Body | None]):
-    """Reserved slots as writable uint8 views of bodies; None where a block is present already, or where nothing could be reserved.
-
-    The writer writes the whole body, padding included (`docs/format.md`). After a clean exit `sealed` says how many leading blocks are known;
-    `reason` says why not all.
-    """
-
-    def __init__(self, client: Client, ns: Registered, hashes: Hashes, range_: Range, context: bytes, deadline: float) -> None:
-        self._client, self._ns = client, ns
-        self._parts = _split(ns, hashes)
-        self._range, self._context, self._deadline = range_, _context(context), deadline
-        self._ids: list[tuple[int, int]] = []
-        self._attachment: Attachment | None = None
-        self._offsets: list[int] | None = None
-        self._total = _count(ns, hashes)
-        self.reason = ""
-        self.sealed = 0
-
-    def __enter__(self) -> Fill:
-        ns, connection = self._ns, self._client._connection
-        fields = _range_fields(ns, self._range)
-        extents = ns.extents(self._range)
-        self._body_bytes = extents.body_bytes
-        offsets: list[int] = []
-        try:
-            attachment = connection.attach(self._deadline)
-            connection.use(attachment)
-            self._attachment = attachment
-            for part in self._parts:
-                id_ = next(attachment.ids)
-                self._ids.append((id_, len(part) // ns.hash_bytes))
-                request = pb.Keys(id=id_, context=self._context, hashes=part, nbytes=extents.block_bytes, **fields)
-                offsets += pb.Slots.FromString(self._client._call(ns, Verb.RESERVE, request, self._deadline, attachment)).offset
-            self._offsets = offsets
-        except Invalid:
-            self._abort()
-            raise
-        except KvtierError as error:
-            self.reason = str(error)
-            self._abort()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        attachment = self._attachment
-        if attachment is None:
-            return
-        if kind is not None or self._offsets is None:
-            self._abort()
-            return
-        connection = self._client._connection
-        try:
-            for id_, n in self._ids:
-                request = pb.Held(id=id_)
-                reply = connection.call(attachment, Verb.SEAL, request.SerializeToString(), self._deadline)
-                known = pb.Count.FromString(reply).n
-                self.sealed += known
-                if known < n:
-                    self.reason = "some blocks were dropped before they were sealed"
-                    self._abort()  # what follows is of no use without them
-                    return
-        except KvtierError as failure:
-            self.reason = str(failure)
-            self._abort()
-            return
-        self._attachment = None
-        connection.unuse(attachment)
-
-    def __len__(self) -> int:
-        return self._total
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self._total))]
-        if not -self._total <= index < self._total:
-            raise IndexError(index)
-        offsets, attachment = self._offsets, self._attachment
-        if offsets is None or attachment is None or offsets[index] == PRESENT:
-            return None
-        start = offsets[index] + HEADER_BYTES
-        return attachment.memory[start : start + self._body_bytes]
-
-    def _abort(self) -> None:
-        attachment, self._attachment = self._attachment, None
-        if attachment is None:
-            return
-        connection = self._client._connection
-        connection.finish(attachment, Verb.ABORT, [id_ for id_, _ in self._ids], min(CONTROL, self._deadline))
-        connection.unuse(attachment)
-
-
-def _join(ns: Registered, hashes: Hashes) -> bytes:
-    """Concatenated hashes. Raises Invalid if one has the wrong length."""
-    if isinstance(hashes, bytes | bytearray | memoryview):
-        raw = bytes(hashes)
-        if len(raw) % ns.hash_bytes:
-            raise Invalid(f"{len(raw)} bytes of hashes are not a multiple of {ns.hash_bytes}")
-        return raw
-    if any(len(one) != ns.hash_bytes for one in hashes):
-        raise Invalid(f"a content hash of this namespace has {ns.hash_bytes} bytes")
-    return b"".join(hashes)
-
-
-def _split(ns: Registered, hashes: Hashes, keys: int = KEYS_PER_CALL) -> list[bytes]:
-    raw, step = _join(ns, hashes), keys * ns.hash_bytes
-    if len(raw) <= step:
-        return [raw] if raw else []
-    return [raw[at : at + step] for at in range(0, len(raw), step)]
-
-
-def _count(ns: Registered, hashes: Hashes) -> int:
-    return len(hashes) // ns.hash_bytes if isinstance(hashes, bytes | bytearray | memoryview) else len(hashes)
-
-
-def _batches(parts: Iterable[tuple[int, bytes, int]], most: int) -> Iterator[list[tuple[int, bytes, int]]]:
-    """Groups entries so that no group has more than `most` keys or 256 runs."""
-    batch: list[tuple[int, bytes, int]] = []
-    total = 0
-    for entry in parts:
-        if batch and (total + entry[2] > most or len(batch) == 256):
-            yield batch
-            batch, total = [], 0
-        batch.append(entry)
-        total += entry[2]
-    if batch:
-        yield batch
-
-
-def _context(context: bytes) -> bytes:
-    if len(context) != 32:
-        raise Invalid(f"a request context has 32 bytes (identity.request_context makes one), not {len(context)}")
-    return b"" if context == NO_CONTEXT else context
-
-
-def _range_fields(ns: Registered, range_: Range) -> dict[str, Any]:
-    group, layer_lo, layer_hi, head_lo, head_hi = ns.resolve(range_)[0]
-    return {"group": group, "layer_lo": layer_lo, "layer_hi": layer_hi, "head_lo": head_lo, "head_hi": head_hi}
+def _parse(address: str) -> tuple[str, str]:
+    """(scheme, path or host:port). Raises Invalid."""
+    for scheme in ("unix", "grpc+unix", "grpc", "grpcs"):
+        if address.startswith(f"{scheme}:"):
+            rest = address[len(scheme) + 1 :]
+            if scheme in ("grpc", "grpcs"):
+                rest = rest[2:] if rest.startswith("//") else ""
+            break
+    else:
+        scheme, rest = "unix", address if address.startswith(("/", ".")) or ":" not in address else ""
+    if not rest:
+        raise Invalid(f"{address!r:.200} is not an address this client knows: write unix:/path/to/kvtier.sock or grpcs://host:port")
+    return scheme, rest

@@ -135,18 +135,25 @@ class _Answered(Exception):
         self.error = error
 
 
+class Unmappable(Unavailable):
+    """The daemon answers, but its memory cannot be mapped here: gRPC is the way."""
+
+
 class Attachment:
     """One session with one life of a daemon: boot id, session id, mapping. `users` counts open leases and fills on the mapping."""
 
     def __init__(self, anchor: _Socket) -> None:
-        """Takes over the anchor's file descriptor. Raises Unavailable if the daemon gave none, OSError if it cannot be mapped."""
+        """Takes over the anchor's file descriptor. Raises Unmappable."""
         if anchor.fd is None:
-            raise Unavailable("the daemon cannot watch this process (no pidfd), so it does not share its memory: use the gRPC door")
+            raise Unmappable("the daemon cannot watch this process (no pidfd), so it does not share its memory")
         fd, anchor.fd = anchor.fd, None
         self.boot = anchor.boot
         self.session = anchor.hello.session
         self.tenant, self.role = anchor.hello.tenant, anchor.hello.role
-        self.mapping = Mapping(fd, anchor.hello.arena_bytes)
+        try:
+            self.mapping = Mapping(fd, anchor.hello.arena_bytes)
+        except (OSError, ValueError, OverflowError) as error:
+            raise Unmappable(f"the daemon's {anchor.hello.arena_bytes} bytes of memory cannot be mapped: {error}") from None
         self.memory = self.mapping.array
         self.ids = itertools.count(1)
         self.users = 0
@@ -226,7 +233,7 @@ class Connection:
             if anchor is not None:
                 anchor.close()
             self._failed(error)
-            if isinstance(error, OSError | ValueError | OverflowError | DecodeError):
+            if isinstance(error, OSError | DecodeError):
                 raise Unavailable(f"cannot attach to the daemon: {error}") from None
             raise
 
@@ -380,7 +387,7 @@ class Connection:
             pause = min(longest, first * 2 ** min(self._failures - 1, 10)) * random.uniform(0.5, 1.0)
             self._not_before = time.monotonic() + pause
             self._last_error = str(error) or type(error).__name__
-            if self._reachable:
+            if self._reachable and not isinstance(error, Unmappable):
                 self._reachable = False
                 log.warning("kvtier: %s; until it is there every lookup is a miss", error)
             self._lock.notify_all()

@@ -1,7 +1,7 @@
 """What can go wrong, named by what the caller can do about it. A closed list with one table to wire codes and back.
 
 retry later    Full (the service is out of room), Unavailable (nobody answers), Deadline (no answer in time)
-fix the call   Invalid (malformed or over a limit), Denied (not allowed), NotFound (a name nobody knows)
+fix the call   Invalid (malformed or over a limit), Denied (not allowed; Unauthenticated: not known), NotFound (a name nobody knows)
 attach again   Stale (a handle, id or mapping from before a restart of the daemon)
 treat as lost  Lost (the bytes are gone or failed their check; the caller sees a miss)
 
@@ -27,6 +27,12 @@ class Denied(KvtierError):
     """The caller's role or identity does not allow this."""
 
     code = 3
+
+
+class Unauthenticated(Denied):
+    """The two ends do not know each other: a missing or wrong token, a certificate that is refused. The message says which."""
+
+    code = 10
 
 
 class NotFound(KvtierError):
@@ -65,7 +71,8 @@ class Lost(KvtierError):
     code = 9
 
 
-BY_CODE: dict[int, type[KvtierError]] = {cls.code: cls for cls in (KvtierError, Invalid, Denied, NotFound, Full, Unavailable, Deadline, Stale, Lost)}
+_ALL = (KvtierError, Invalid, Denied, NotFound, Full, Unavailable, Deadline, Stale, Lost, Unauthenticated)
+BY_CODE: dict[int, type[KvtierError]] = {cls.code: cls for cls in _ALL}
 
 
 def from_code(code: int, message: str) -> KvtierError:

@@ -21,6 +21,7 @@ HEADER = struct.Struct("<HBBIQQ")
 MAGIC, VERSION = 0x764B, 1
 MAX_HELLO = 4096
 MAX_BODY = 1 << 20
+CHUNK = 2 << 20  # bytes of a piece of a block where blocks are copied: gRPC streams are at their best above 1 MiB, and its default limit is 4
 _KEPT = 1 << 16  # bytes of a buffer that stay in memory between frames
 _TIMEVAL = struct.Struct("ll")
 
@@ -55,6 +56,11 @@ class Closed(Exception):
 
 class Idle(Exception):
     """No byte of a next frame came within the socket's receive timeout."""
+
+
+def grpc_beside(path: str) -> str:
+    """Where the gRPC door of the daemon that serves this lane listens when nothing else is said."""
+    return f"{path}.grpc"
 
 
 def set_timeouts(sock: socket.socket, receive: float, send: float) -> None:

@@ -13,7 +13,6 @@ import fcntl
 import logging
 import os
 import socket
-import stat
 import struct
 import threading
 import time
@@ -25,6 +24,7 @@ from google.protobuf.message import DecodeError
 from kvtier import frames
 from kvtier.errors import Invalid, KvtierError, Unavailable
 from kvtier.frames import Verb
+from kvtier.guard import Guard
 from kvtier.meters import Series
 from kvtier.service import HANDLERS, Service
 from kvtier.session import ROLES, Peer, Session
@@ -58,17 +58,16 @@ class Lane:
         self._closing = False
         self._meters: dict[int, Series] = {verb: service.meters.series("lane", verb.name.lower()) for verb in Verb}
         self._unknown = service.meters.series("lane", "unknown")
-        self._guard = self._claim()
+        self._guard = Guard(path)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
-            self._remove_stale()
             self._listener.bind(str(path))
             path.chmod(mode)
             self._listener.listen(128)
-        except (OSError, Unavailable) as error:
+        except OSError as error:
             self._listener.close()
-            os.close(self._guard)
-            raise Unavailable(f"cannot listen on {path}: {error.strerror}" if isinstance(error, OSError) else str(error)) from None
+            self._guard.release()
+            raise Unavailable(f"cannot listen on {path}: {error.strerror}") from None
         self._acceptor = threading.Thread(target=self._accept, name="lane-accept", daemon=True)
 
     def start(self) -> None:
@@ -94,36 +93,11 @@ class Lane:
         with self._lock:
             if not self._lock.wait_for(lambda: not self._sockets, PATIENCE):
                 log.warning("calls cut off", extra={"fields": {"sockets": len(self._sockets)}})
-        self._path.unlink(missing_ok=True)
-        os.close(self._guard)
+        self._guard.close()
 
     def gauges(self) -> dict[str, int]:
         with self._lock:
             return {"lane_sockets": len(self._sockets), "lane_strangers": self._strangers, "lane_refused": self._refused}
-
-    def _claim(self) -> int:
-        """A lock beside the socket that lives as long as this process: a second daemon is refused, a stale socket is not."""
-        lock = self._path.with_name(self._path.name + ".lock")
-        try:
-            guard = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        except OSError as error:
-            raise Unavailable(f"cannot open {lock}: {error.strerror}") from None
-        try:
-            fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(guard)
-            raise Unavailable(f"another daemon serves {self._path}: stop it, or choose another --socket") from None
-        return guard
-
-    def _remove_stale(self) -> None:
-        """Removes the socket of a daemon that is gone (the guard proves it), and nothing else that may stand there. Raises OSError, Unavailable."""
-        try:
-            mode = self._path.lstat().st_mode
-        except FileNotFoundError:
-            return
-        if not stat.S_ISSOCK(mode):
-            raise Unavailable(f"{self._path} exists and is not a socket: remove it, or choose another --socket")
-        self._path.unlink()
 
     def _accept(self) -> None:
         failing = False

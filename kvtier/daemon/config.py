@@ -56,7 +56,7 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting("arena_bytes", "--arena-bytes", "a quarter of the memory limit", "shared memory for blocks: a number of bytes, or text such as `16GiB`"),
     Setting("grpc", "--grpc", "a Unix socket beside `socket`", "list of gRPC listeners: `unix:/path` or `host:port`; `off` for none"),
-    Setting("token_file", "--token-file", "none", "file of `name tenant role token` lines; any TCP gRPC listener needs one"),
+    Setting("token_file", "--token-file", "none", "file of `name tenant role sha256:DIGEST` lines; any TCP gRPC listener needs one"),
     Setting("tls_cert", "--tls-cert", "none", "certificate chain (PEM); any listener that is not loopback needs one"),
     Setting("tls_key", "--tls-key", "none", "private key of `tls_cert` (PEM)"),
     Setting("tls_client_ca", "--tls-client-ca", "none", "clients must show a certificate of this authority (PEM): mutual TLS"),

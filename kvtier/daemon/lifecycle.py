@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+from kvtier.access import Certificates, Tokens
 from kvtier.arena import POPULATE_STEP, Arena
 from kvtier.daemon.config import Config
 from kvtier.daemon.endpoint import Endpoint, Page
@@ -22,11 +23,12 @@ from kvtier.daemon.logs import fields
 from kvtier.errors import Full, KvtierError
 from kvtier.lane import Lane
 from kvtier.service import Service
-from kvtier.session import Sessions
+from kvtier.session import ADMIN, WRITE, Peer, Sessions
 from kvtier.store import Store
 
 if TYPE_CHECKING:
     from kvtier.daemon.metrics import Exporter
+    from kvtier.door import Door
 
 SWITCH_INTERVAL = 0.0005  # seconds; with the default 5 ms a client's long lookup delays the others tenfold
 ALIVE = 30.0  # seconds without a beat of the main thread after which /live says no
@@ -37,6 +39,18 @@ class Part(Protocol):
     """Something with threads of its own whose end makes the daemon not ready."""
 
     def alive(self) -> bool: ...
+
+
+def grpc_peer(config: Config) -> tuple[Peer | None, int]:
+    """Who calls on a gRPC Unix socket without a token, and the mode of that socket: gRPC does not say which user connected.
+
+    So the socket is everything: what only the daemon's own user and root can open makes an admin of `local`, a wider one a writer. Where `users`
+    tells people apart, nobody comes in by a wide socket without a token.
+    """
+    if config.users and config.token_file is not None:
+        return None, config.socket_mode
+    mode = 0o600 if config.users else config.socket_mode
+    return Peer("local", WRITE if mode & 0o077 else ADMIN), mode
 
 
 class Daemon:
@@ -52,6 +66,9 @@ class Daemon:
         self._accepting = False
         self._said: list[str] = []
         self._beat = time.monotonic()
+        self._tokens: Tokens | None = None
+        self._certificates: Certificates | None = None
+        self.door: Door | None = None
         self._exporter: Exporter | None = None  # while there is an endpoint and something to show
 
     def start(self) -> None:
@@ -67,6 +84,7 @@ class Daemon:
     def _start(self) -> None:
         config = self.config
         sys.setswitchinterval(SWITCH_INTERVAL)
+        self._read_locks()
         if config.metrics is not None:
             self._open_endpoint()
         self.arena = Arena(config.arena_bytes)
@@ -77,15 +95,19 @@ class Daemon:
         self.service = Service(self.store, self.sessions)
         self.lane = Lane(config.socket, self.service, config.peer, config.socket_mode)
         self._undo.append(self.lane.close)
+        self._build_door()
         self.arena.populate(self._stop, limit=POPULATE_STEP)
         if config.metrics is not None:
             from kvtier.daemon.metrics import Exporter  # its libraries cost 40 ms and 5 MB
 
-            self._exporter = Exporter(self.service, self.lane.gauges, self.sockets, lambda: not self.problems())
+            self._exporter = Exporter(self.service, self.transports, lambda: not self.problems())
         gc.collect()
         gc.freeze()  # what lives as long as the daemon is never walked again
         self.lane.start()
         self._parts["lane"] = self.lane
+        if self.door is not None:
+            self.door.start()
+            self._parts["gRPC door"] = self.door
         self._accepting = True
         self._populator = threading.Thread(target=self._populate, name="populate", daemon=True)
         self._populator.start()
@@ -128,14 +150,48 @@ class Daemon:
             self._said = problems
         return not problems
 
-    def sockets(self) -> dict[str, int]:
-        """Open connections by transport."""
-        return {"lane": self.lane.gauges()["lane_sockets"]}
+    def transports(self) -> dict[str, int]:
+        """Gauges and counters of lane and door; zeros where there is no door."""
+        nothing = dict.fromkeys(("grpc_calls", "grpc_bulk_calls", "grpc_cut_total", "grpc_refused_total"), 0)
+        return {**self.lane.gauges(), **(self.door.gauges() if self.door is not None else nothing)}
+
+    def _read_locks(self) -> None:
+        config = self.config
+        if config.token_file is not None:
+            self._tokens = Tokens(config.token_file)
+            self._reloads["tokens"] = self._tokens.reload
+        if config.tls_cert is not None and config.tls_key is not None:
+            self._certificates = Certificates(config.tls_cert, config.tls_key, config.tls_client_ca)
+            self._reloads["certificates"] = self._certificates.reload
+
+    def _build_door(self) -> None:
+        if not self.config.grpc:
+            return
+        from kvtier.door import Door  # gRPC and what belongs to it cost 0.1 s and 20 MB
+
+        peer, mode = grpc_peer(self.config)
+        self.door = Door(
+            self.service,
+            self.config.grpc,
+            unix_peer=peer,
+            unix_mode=mode,
+            tokens=self._tokens,
+            certificates=self._certificates,
+            live=lambda: time.monotonic() - self._beat < ALIVE,
+            ready=lambda: not self.problems(),
+        )
+        self._undo.append(self.door.close)
+        tcp = [listen.host for listen in self.config.grpc if listen.path is None]
+        where = [str(listen) for listen in self.config.grpc if listen.path is not None]
+        where += [f"{host}:{port}" for host, port in zip(tcp, self.door.ports, strict=True)]
+        log.info("grpc listen", extra=fields(addresses=",".join(where), tls=self._certificates is not None))
 
     def _open_endpoint(self) -> None:
         assert self.config.metrics is not None
         pages = {"/metrics": (True, self._metrics_page), "/live": (False, self._live_page), "/ready": (False, self._ready_page)}
-        endpoint = Endpoint(self.config.metrics, pages)
+        permit = self._tokens.permit if self._tokens is not None else None
+        tls = self._certificates.context if self._certificates is not None and not self.config.metrics.loopback else None
+        endpoint = Endpoint(self.config.metrics, pages, permit, tls)
         self._undo.append(endpoint.close)
         log.info("metrics listen", extra=fields(address=f"{self.config.metrics.host}:{endpoint.port}"))
 

@@ -55,17 +55,19 @@ class RegisterRequest(_message.Message):
     def __init__(self, description: _Optional[bytes] = ...) -> None: ...
 
 class RegisterReply(_message.Message):
-    __slots__ = ("handle", "namespace", "description")
+    __slots__ = ("handle", "namespace", "description", "boot")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    BOOT_FIELD_NUMBER: _ClassVar[int]
     handle: int
     namespace: bytes
     description: bytes
-    def __init__(self, handle: _Optional[int] = ..., namespace: _Optional[bytes] = ..., description: _Optional[bytes] = ...) -> None: ...
+    boot: int
+    def __init__(self, handle: _Optional[int] = ..., namespace: _Optional[bytes] = ..., description: _Optional[bytes] = ..., boot: _Optional[int] = ...) -> None: ...
 
 class Keys(_message.Message):
-    __slots__ = ("handle", "group", "layer_lo", "layer_hi", "head_lo", "head_hi", "context", "hashes", "id", "nbytes")
+    __slots__ = ("handle", "group", "layer_lo", "layer_hi", "head_lo", "head_hi", "context", "hashes", "id", "nbytes", "boot")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     LAYER_LO_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +78,7 @@ class Keys(_message.Message):
     HASHES_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     NBYTES_FIELD_NUMBER: _ClassVar[int]
+    BOOT_FIELD_NUMBER: _ClassVar[int]
     handle: int
     group: int
     layer_lo: int
@@ -86,7 +89,8 @@ class Keys(_message.Message):
     hashes: bytes
     id: int
     nbytes: int
-    def __init__(self, handle: _Optional[int] = ..., group: _Optional[int] = ..., layer_lo: _Optional[int] = ..., layer_hi: _Optional[int] = ..., head_lo: _Optional[int] = ..., head_hi: _Optional[int] = ..., context: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., id: _Optional[int] = ..., nbytes: _Optional[int] = ...) -> None: ...
+    boot: int
+    def __init__(self, handle: _Optional[int] = ..., group: _Optional[int] = ..., layer_lo: _Optional[int] = ..., layer_hi: _Optional[int] = ..., head_lo: _Optional[int] = ..., head_hi: _Optional[int] = ..., context: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., id: _Optional[int] = ..., nbytes: _Optional[int] = ..., boot: _Optional[int] = ...) -> None: ...
 
 class Slots(_message.Message):
     __slots__ = ("offset", "stop")
@@ -129,16 +133,18 @@ class Run(_message.Message):
     def __init__(self, group: _Optional[int] = ..., layer_lo: _Optional[int] = ..., layer_hi: _Optional[int] = ..., head_lo: _Optional[int] = ..., head_hi: _Optional[int] = ..., hashes: _Optional[bytes] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("handle", "context", "run", "bitmap")
+    __slots__ = ("handle", "context", "run", "bitmap", "boot")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
     BITMAP_FIELD_NUMBER: _ClassVar[int]
+    BOOT_FIELD_NUMBER: _ClassVar[int]
     handle: int
     context: bytes
     run: _containers.RepeatedCompositeFieldContainer[Run]
     bitmap: bool
-    def __init__(self, handle: _Optional[int] = ..., context: _Optional[bytes] = ..., run: _Optional[_Iterable[_Union[Run, _Mapping]]] = ..., bitmap: bool = ...) -> None: ...
+    boot: int
+    def __init__(self, handle: _Optional[int] = ..., context: _Optional[bytes] = ..., run: _Optional[_Iterable[_Union[Run, _Mapping]]] = ..., bitmap: bool = ..., boot: _Optional[int] = ...) -> None: ...
 
 class LookupReply(_message.Message):
     __slots__ = ("known", "warm", "bitmap")
@@ -269,7 +275,3 @@ class DropRequest(_message.Message):
     NAME_FIELD_NUMBER: _ClassVar[int]
     name: str
     def __init__(self, name: _Optional[str] = ...) -> None: ...
-
-class Empty(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
