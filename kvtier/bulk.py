@@ -78,11 +78,15 @@ def get(service: Service, session: Session, request: pb.Keys, until: float) -> G
     keys = derive_keys(namespace.digest, resolved, request.context or NO_CONTEXT, request.hashes, step)
     nbytes, window = extents.block_bytes, _window(service, extents.slot_bytes)
     memory = service.store.arena.memory
+    started, asked = time.monotonic(), request.wait_ms
     yield pb.GetReply(nbytes=nbytes)
     sums: list[int] = []
     stop = END
     for id_, first in enumerate(range(0, n, window), 1):
-        offsets, stop = session.lease(id_, keys[first : first + window])
+        part = keys[first : first + window]
+        if service.tiering is not None:
+            service.tiering.bring_up(part, namespace, extents, min(until, started + asked / 1000) if asked else until)
+        offsets, stop = session.lease(id_, part)
         try:
             for i, offset in enumerate(offsets):
                 if time.monotonic() > until:

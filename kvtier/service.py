@@ -23,11 +23,13 @@ from kvtier.identity import NO_CONTEXT, derive_keys, diff
 from kvtier.meters import Meters
 from kvtier.namespaces import Namespace, check_hashes
 from kvtier.session import ADMIN, READ, WRITE, Peer, Session, Sessions
-from kvtier.store import CAP, MAX_KEYS, MISS, NO_TIER, Store
+from kvtier.store import CAP, END, MAX_KEYS, MISS, NO_TIER, Store
+from kvtier.tiering import Tiering
 from kvtier.v1 import kvtier_pb2 as pb
 from kvtier.version import __version__
 
 MAX_RUNS = 256
+MAX_WAIT_MS = 600_000  # of a flush
 log = logging.getLogger(__name__)
 
 
@@ -37,6 +39,7 @@ class Service:
     def __init__(self, store: Store, sessions: Sessions) -> None:
         self.store = store
         self.sessions = sessions
+        self.tiering: Tiering | None = None  # set by the daemon where a lower tier is configured
         self.meters = Meters()  # transports count their calls here
         self._pin_lock = threading.Lock()
         self._pinners: dict[str, Session] = {}  # by tenant: the daemon's own sessions, whose leases are the pins
@@ -58,22 +61,30 @@ class Service:
         reply = pb.LookupReply()
         for run in request.run:
             keys = _keys(namespace, run, request.context)
-            known = self.store.lookup(keys)
+            known, warm = self.store.lookup_tiers(keys)
             reply.known.append(known)
-            reply.warm.append(known)
+            reply.warm.append(warm)
             if request.bitmap:
-                reply.bitmap.append(_bitmap(self.store.lookup_each(keys)))
+                reply.bitmap.append(_bitmap(self.store.known_each(keys)))
         return reply
 
     def prefetch(self, session: Session, request: pb.Keys) -> pb.Count:
-        """Starts promotion of cold blocks; there is no lower tier yet."""
-        _keys(self.store.namespaces.get(request.handle, session.peer.tenant), request, request.context)
-        return pb.Count(n=0, stop=NO_TIER)  # type: ignore[arg-type]
+        """Starts promotion of cold blocks and returns how many are under way."""
+        namespace = self.store.namespaces.get(request.handle, session.peer.tenant)
+        keys = _keys(namespace, request, request.context)
+        if self.tiering is None:
+            return pb.Count(n=0, stop=NO_TIER)  # type: ignore[arg-type]
+        return pb.Count(n=self.tiering.prefetch(keys, namespace, namespace.extents(range_of(request))))
 
     def flush(self, session: Session, request: pb.Keys) -> pb.Count:
-        """Waits until blocks are settled; there is no lower tier yet."""
-        _keys(self.store.namespaces.get(request.handle, session.peer.tenant), request, request.context)
-        return pb.Count(n=0, stop=NO_TIER)  # type: ignore[arg-type]
+        """Waits until blocks are settled, `wait_ms` at most: how many leading ones are."""
+        namespace = self.store.namespaces.get(request.handle, session.peer.tenant)
+        keys = _keys(namespace, request, request.context)
+        if self.tiering is None:
+            return pb.Count(n=0, stop=NO_TIER)  # type: ignore[arg-type]
+        until = time.monotonic() + min(request.wait_ms, MAX_WAIT_MS) / 1000
+        settled = self.tiering.flush(keys, namespace, until)
+        return pb.Count(n=settled, stop=END if settled == len(keys) else MISS)  # type: ignore[arg-type]
 
     def reserve(self, session: Session, request: pb.Keys) -> pb.Slots:
         namespace = self.store.namespaces.get(request.handle, session.peer.tenant)
@@ -192,6 +203,7 @@ class Service:
             "namespaces": len(self.store.namespaces.all()),
             **self.store.gauges(),
             **self.sessions.gauges(),
+            **(self.tiering.gauges() if self.tiering is not None else {}),
             **numbers,
         }
 

@@ -13,12 +13,13 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from kvtier import policy
 from kvtier.arena import Arena
 from kvtier.block import header_template, headers
 from kvtier.errors import Full, Invalid, Lost, Stale
-from kvtier.layout import HEADER_BYTES, SLOT_ALIGN
+from kvtier.layout import HEADER_BYTES, SLOT_ALIGN, Extents
 from kvtier.ledger import Ledger, by_namespace
 from kvtier.namespaces import Namespace, Namespaces
 from kvtier.room import Counters, Room
@@ -45,6 +46,27 @@ class Account:
     tenant: Tenant
     held: int = 0
     own: bool = False  # the daemon's own (pins): its leases are not counted as loads
+    leased: set[int] = field(default_factory=set)  # rows, of movers only: a session keeps its own
+    reserved: set[int] = field(default_factory=set)
+
+
+class Lower(Protocol):
+    """What lies below the arena, as far as the store asks. None of these waits; `offer`, `delete` and `drop` are called without the store's lock."""
+
+    def find(self, keys: Sequence[bytes]) -> list[bool]:
+        """For each key whether it is known down there."""
+
+    def offer(self, keys: Sequence[bytes], namespace: Namespace) -> None:
+        """These blocks were sealed."""
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """These blocks are to be forgotten."""
+
+    def drop(self, namespace: Namespace) -> int:
+        """All blocks of a namespace are to be forgotten; how many there were."""
+
+    def handles(self) -> set[int]:
+        """Handles of the namespaces that have blocks there."""
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +103,8 @@ class Store:
         self._room = Room(arena, self._slabs, self._ledger, self.counters, poison)
         self._lock = threading.Lock()
         self._tenants: dict[str, Tenant] = {}
+        self._movers: list[Account] = []
+        self.lower: Lower | None = None
         self.namespaces = Namespaces(self._handles_in_use, self._drop_blocks)
         self.capacity = self._slabs.usable_bytes
         self.session_cap = int(self.capacity * policy.SESSION_SHARE)
@@ -91,6 +115,13 @@ class Store:
         """A new, empty account under a tenant."""
         with self._lock:
             return Account(self._tenants.setdefault(tenant, Tenant(tenant)), own=own)
+
+    def mover(self, tenant: str) -> Account:
+        """An account of the daemon's own for moving a tenant's blocks between tiers. No cap applies: who moves holds few blocks at once."""
+        account = self.account(tenant, own=True)
+        with self._lock:
+            self._movers.append(account)
+        return account
 
     # -- writers
 
@@ -157,6 +188,7 @@ class Store:
                 known_sums = dict(zip(indices, checksums, strict=True))
                 for i, row in zip(good, rows, strict=True):
                     self._ledger.checksum[row] = known_sums[i]
+            keys = list(map(self._ledger.key, rows))
             sealed = self._ledger.seal(rows)
             losers = [row for row, won in zip(rows, sealed, strict=True) if not won]
             self._close(account, reservation, good)
@@ -166,6 +198,8 @@ class Store:
             self.counters.sealed_bytes += (len(rows) - len(losers)) * reservation.nbytes
             self.counters.already_blocks += len(losers)
             self.counters.bad_headers += dropped
+        if self.lower is not None and rows:
+            self.lower.offer([key for key, won in zip(keys, sealed, strict=True) if won], reservation.namespace)
         if dropped:
             raise Lost(f"the header of {dropped} blocks was changed by the writer; they are dropped")
         return reservation.stored(indices)
@@ -178,18 +212,33 @@ class Store:
     # -- readers
 
     def lookup(self, keys: list[bytes]) -> int:
-        """The number of leading keys that are known. No side effects but counting."""
+        """How many leading keys are known in any tier. No side effects but counting."""
+        return self.lookup_tiers(keys)[0]
+
+    def lookup_tiers(self, keys: list[bytes]) -> tuple[int, int]:
+        """How many leading keys are known in any tier, and how many in the arena. No side effects but counting."""
         with self._lock:
-            known = len(self._ledger.find(keys))
+            warm = len(self._ledger.find(keys))
+        known = warm
+        if warm < len(keys) and self.lower is not None:
+            rest = keys[warm:]
+            here = [a or b for a, b in zip(self.lookup_each(rest), self.lower.find(rest), strict=True)]
+            known += here.index(False) if False in here else len(rest)
+        with self._lock:
             self.counters.lookup_keys += len(keys)
             self.counters.lookup_hits += known
             self.counters.lookup_misses += known < len(keys)
-        return known
+        return known, warm
 
-    def lookup_each(self, keys: list[bytes]) -> list[bool]:
-        """For every single key whether it is known. No side effects."""
+    def lookup_each(self, keys: Sequence[bytes]) -> list[bool]:
+        """For every single key whether it is in the arena. No side effects."""
         with self._lock:
             return [row is not None for row in self._ledger.find_each(keys)]
+
+    def known_each(self, keys: Sequence[bytes]) -> list[bool]:
+        """For every single key whether any tier has it. No side effects."""
+        warm = self.lookup_each(keys)
+        return warm if self.lower is None else [a or b for a, b in zip(warm, self.lower.find(keys), strict=True)]
 
     def lease(self, account: Account, keys: list[bytes]) -> tuple[list[int], list[int], int]:
         """Pins the leading known blocks: (rows, offsets, why it stopped), one each per key. A leased slot never moves, goes or changes.
@@ -210,6 +259,8 @@ class Store:
             account.tenant.held += ledger.lease(unique)
             page = ledger.page
             offsets = [page[row] * SLOT_ALIGN for row in rows]
+            if stop == MISS and self.lower is not None and self.lower.find([keys[len(rows)]])[0]:
+                stop = COLD
             if not account.own:
                 self.counters.lease_keys += len(keys)
                 self.counters.leased_blocks += len(rows)
@@ -228,9 +279,72 @@ class Store:
     def delete(self, keys: list[bytes]) -> int:
         """Forgets these blocks now; a leased one's slot is freed after its last lease. Returns how many were known. Reservations are untouched."""
         with self._lock:
-            rows = list(dict.fromkeys(row for row in self._ledger.find_each(keys) if row is not None))
+            present = self._ledger.find_each(keys)
+            rows = list(dict.fromkeys(row for row in present if row is not None))
             self._forget(rows)
+        if self.lower is not None:
+            known = self.lower.find(keys)
+            self.lower.delete(keys)
+            return len({key for key, warm, cold in zip(keys, present, known, strict=True) if warm is not None or cold})
         return len(rows)
+
+    # -- movers: blocks between the tiers
+
+    def hold(self, account: Account, keys: Sequence[bytes], most: int) -> dict[int, int]:
+        """Pins those of these keys (each once) that are in the arena, up to `most` bytes: {index: row}. `let_go` ends it. Does not count as use."""
+        with self._lock:
+            found: dict[int, int] = {}
+            total = 0
+            for i, row in enumerate(self._ledger.find_each(keys)):
+                if row is None or row in account.leased:
+                    continue
+                total += self._slot_bytes(row)
+                if total > most and found:
+                    break
+                found[i] = row
+            rows = list(found.values())
+            account.tenant.held += self._ledger.lease(rows)
+            account.held += sum(map(self._slot_bytes, rows))
+            account.leased.update(rows)
+            return found
+
+    def let_go(self, account: Account, rows: Sequence[int]) -> None:
+        """Ends `hold` on these rows."""
+        with self._lock:
+            account.leased.difference_update(rows)
+        self.release(account, rows)
+
+    def slot_of(self, row: int) -> tuple[memoryview, int]:
+        """The whole slot of a held or reserved row, and the bytes of its block."""
+        start = self._ledger.page[row] * SLOT_ALIGN
+        return self.arena.memory[start : start + self._slot_bytes(row)], self._ledger.nbytes[row]
+
+    def make_place(self, account: Account, namespace: Namespace, extents: Extents, key: bytes) -> int | None:
+        """Takes a slot for a block that comes up from a lower tier: its row, None if it is here already. Raises Full, Invalid, Stale."""
+        with self._lock:
+            if namespace.dropped:
+                raise Stale("this namespace was dropped")
+            if self._ledger.find_each([key])[0] is not None:
+                return None
+            size = self._room.size_class(extents.slot_bytes)
+            pages = self._room.take(size, 1)
+            (row,) = self._ledger.reserve(pages, [key], extents.block_bytes, extents.slot_bytes, size.index, namespace.handle)
+            account.held += extents.slot_bytes
+            account.tenant.held += extents.slot_bytes
+            account.reserved.add(row)
+            return row
+
+    def finish_place(self, account: Account, namespace: Namespace, row: int, checksum: int | None) -> bool:
+        """Makes the block in this slot, verified against its checksum, visible; without a checksum gives the slot back. Whether it is visible."""
+        with self._lock:
+            account.reserved.discard(row)
+            account.held -= self._slot_bytes(row)
+            account.tenant.held -= self._slot_bytes(row)
+            if checksum is not None and not namespace.dropped and self._ledger.seal([row])[0]:
+                self._ledger.checksum[row] = checksum
+                return True
+            self._room.free([row])
+            return False
 
     def checksums(self, rows: Sequence[int]) -> list[int]:
         """What the ledger has as digests of these rows, 0 where nobody has computed one. The caller holds a lease on them."""
@@ -251,7 +365,8 @@ class Store:
     def drop(self, namespace: Namespace) -> int:
         """Forgets a namespace and all its blocks, in steps that leave the lock in between. Returns the number of blocks."""
         self.namespaces.drop(namespace)
-        return self._drop_blocks(namespace)
+        below = self.lower.drop(namespace) if self.lower is not None else 0
+        return max(self._drop_blocks(namespace), below)
 
     def gauges(self) -> dict[str, int]:
         """Bytes and blocks as they stand. Holds the lock for microseconds."""
@@ -288,6 +403,7 @@ class Store:
             assert sum(tenant.held for tenant in self._tenants.values()) == total, "tenants' accounts do not add up"
             self.namespaces.check_integrity(set(by_namespace(*self._ledger.snapshot())))
             if holders is not None:
+                holders = [*holders, *((mover, dict.fromkeys(mover.leased, 1), set(mover.reserved)) for mover in self._movers)]
                 leases: Counter[int] = Counter()
                 claimed: set[int] = set()
                 shares: dict[str, set[int]] = {name: set() for name in self._tenants}
@@ -386,5 +502,6 @@ class Store:
             memory[offset + nbytes : offset + slot] = padding
 
     def _handles_in_use(self) -> set[int]:
+        below = self.lower.handles() if self.lower is not None else set()
         with self._lock:
-            return self._ledger.handles()
+            return self._ledger.handles() | below

@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvtier/v1/kvtier.proto\x12\tkvtier.v1\"O\n\x0cHelloRequest\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0f\n\x07session\x18\x02 \x01(\x0c\x12\x0b\n\x03map\x18\x03 \x01(\x08\x12\x0f\n\x07\x64rained\x18\x04 \x03(\x0c\"u\n\nHelloReply\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\x13\n\x0b\x61rena_bytes\x18\x02 \x01(\x04\x12\x13\n\x0bready_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12\x0c\n\x04role\x18\x05 \x01(\t\x12\x0e\n\x06server\x18\x06 \x01(\t\"&\n\x0fRegisterRequest\x12\x13\n\x0b\x64\x65scription\x18\x01 \x01(\x0c\"U\n\rRegisterReply\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\x12\x13\n\x0b\x64\x65scription\x18\x03 \x01(\x0c\x12\x0c\n\x04\x62oot\x18\x04 \x01(\x06\"\xb6\x01\n\x04Keys\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\r\n\x05group\x18\x02 \x01(\r\x12\x10\n\x08layer_lo\x18\x03 \x01(\r\x12\x10\n\x08layer_hi\x18\x04 \x01(\r\x12\x0f\n\x07head_lo\x18\x05 \x01(\r\x12\x0f\n\x07head_hi\x18\x06 \x01(\r\x12\x0f\n\x07\x63ontext\x18\x07 \x01(\x0c\x12\x0e\n\x06hashes\x18\x08 \x01(\x0c\x12\n\n\x02id\x18\t \x01(\x04\x12\x0e\n\x06nbytes\x18\n \x01(\x04\x12\x0c\n\x04\x62oot\x18\x0b \x01(\x06\"6\n\x05Slots\x12\x0e\n\x06offset\x18\x01 \x03(\x04\x12\x1d\n\x04stop\x18\x02 \x01(\x0e\x32\x0f.kvtier.v1.Stop\"!\n\x04Held\x12\n\n\x02id\x18\x01 \x01(\x04\x12\r\n\x05index\x18\x02 \x03(\r\"1\n\x05\x43ount\x12\t\n\x01n\x18\x01 \x01(\x04\x12\x1d\n\x04stop\x18\x02 \x01(\x0e\x32\x0f.kvtier.v1.Stop\"j\n\x03Run\x12\r\n\x05group\x18\x01 \x01(\r\x12\x10\n\x08layer_lo\x18\x02 \x01(\r\x12\x10\n\x08layer_hi\x18\x03 \x01(\r\x12\x0f\n\x07head_lo\x18\x04 \x01(\r\x12\x0f\n\x07head_hi\x18\x05 \x01(\r\x12\x0e\n\x06hashes\x18\x06 \x01(\x0c\"k\n\rLookupRequest\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x0f\n\x07\x63ontext\x18\x02 \x01(\x0c\x12\x1b\n\x03run\x18\x03 \x03(\x0b\x32\x0e.kvtier.v1.Run\x12\x0e\n\x06\x62itmap\x18\x04 \x01(\x08\x12\x0c\n\x04\x62oot\x18\x05 \x01(\x06\":\n\x0bLookupReply\x12\r\n\x05known\x18\x01 \x03(\r\x12\x0c\n\x04warm\x18\x02 \x03(\r\x12\x0e\n\x06\x62itmap\x18\x03 \x03(\x0c\"%\n\x0e\x45xplainRequest\x12\x13\n\x0b\x64\x65scription\x18\x01 \x01(\x0c\"-\n\x0c\x45xplainReply\x12\x0c\n\x04line\x18\x01 \x03(\t\x12\x0f\n\x07nearest\x18\x02 \x01(\x0c\"(\n\rStatusRequest\x12\x17\n\x0f\x63heck_integrity\x18\x01 \x01(\x08\"\x1b\n\x0bStatusReply\x12\x0c\n\x04json\x18\x01 \x01(\t\"2\n\x05\x43hunk\x12\x0e\n\x04\x64\x61ta\x18\x01 \x01(\x0cH\x00\x12\x11\n\x07message\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04kind\"=\n\nPutRequest\x12\x1d\n\x04keys\x18\x01 \x01(\x0b\x32\x0f.kvtier.v1.Keys\x12\x10\n\x08\x63hecksum\x18\x02 \x03(\x06\")\n\x08PutReply\x12\r\n\x05known\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x1a\n\x08GetReply\x12\x0e\n\x06nbytes\x18\x01 \x01(\x04\"=\n\nGetTrailer\x12\x10\n\x08\x63hecksum\x18\x01 \x03(\x06\x12\x1d\n\x04stop\x18\x02 \x01(\x0e\x32\x0f.kvtier.v1.Stop\"\x87\x01\n\rNamespaceInfo\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\x0c\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x10\n\x08revision\x18\x05 \x01(\t\x12\x0e\n\x06\x62locks\x18\x06 \x01(\x04\x12\r\n\x05\x62ytes\x18\x07 \x01(\x04\"\r\n\x0bListRequest\"8\n\tListReply\x12+\n\tnamespace\x18\x01 \x03(\x0b\x32\x18.kvtier.v1.NamespaceInfo\"\x1b\n\x0bShowRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"H\n\tShowReply\x12&\n\x04info\x18\x01 \x01(\x0b\x32\x18.kvtier.v1.NamespaceInfo\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\x0c\"+\n\x0b\x44iffRequest\x12\x0e\n\x06stored\x18\x01 \x01(\t\x12\x0c\n\x04live\x18\x02 \x01(\t\"\x1b\n\x0b\x44ropRequest\x12\x0c\n\x04name\x18\x01 \x01(\t*9\n\x04Stop\x12\x07\n\x03\x45ND\x10\x00\x12\x08\n\x04MISS\x10\x01\x12\x08\n\x04\x43OLD\x10\x02\x12\x07\n\x03\x43\x41P\x10\x03\x12\x0b\n\x07NO_TIER\x10\x04\x32\xb8\x06\n\x06Kvtier\x12@\n\x08Register\x12\x1a.kvtier.v1.RegisterRequest\x1a\x18.kvtier.v1.RegisterReply\x12:\n\x06Lookup\x12\x18.kvtier.v1.LookupRequest\x1a\x16.kvtier.v1.LookupReply\x12-\n\x08Prefetch\x12\x0f.kvtier.v1.Keys\x1a\x10.kvtier.v1.Count\x12*\n\x05\x46lush\x12\x0f.kvtier.v1.Keys\x1a\x10.kvtier.v1.Count\x12+\n\x06\x44\x65lete\x12\x0f.kvtier.v1.Keys\x1a\x10.kvtier.v1.Count\x12.\n\x03Put\x12\x10.kvtier.v1.Chunk\x1a\x13.kvtier.v1.PutReply(\x01\x12*\n\x03Get\x12\x0f.kvtier.v1.Keys\x1a\x10.kvtier.v1.Chunk0\x01\x12=\n\x07\x45xplain\x12\x19.kvtier.v1.ExplainRequest\x1a\x17.kvtier.v1.ExplainReply\x12:\n\x06Status\x12\x18.kvtier.v1.StatusRequest\x1a\x16.kvtier.v1.StatusReply\x12>\n\x0eListNamespaces\x12\x16.kvtier.v1.ListRequest\x1a\x14.kvtier.v1.ListReply\x12=\n\rShowNamespace\x12\x16.kvtier.v1.ShowRequest\x1a\x14.kvtier.v1.ShowReply\x12\x41\n\x0e\x44iffNamespaces\x12\x16.kvtier.v1.DiffRequest\x1a\x17.kvtier.v1.ExplainReply\x12\x39\n\rDropNamespace\x12\x16.kvtier.v1.DropRequest\x1a\x10.kvtier.v1.Count\x12(\n\x03Pin\x12\x0f.kvtier.v1.Keys\x1a\x10.kvtier.v1.Count\x12*\n\x05Unpin\x12\x0f.kvtier.v1.Keys\x1a\x10.kvtier.v1.Countb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvtier/v1/kvtier.proto\x12\tkvtier.v1\"O\n\x0cHelloRequest\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0f\n\x07session\x18\x02 \x01(\x0c\x12\x0b\n\x03map\x18\x03 \x01(\x08\x12\x0f\n\x07\x64rained\x18\x04 \x03(\x0c\"u\n\nHelloReply\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\x13\n\x0b\x61rena_bytes\x18\x02 \x01(\x04\x12\x13\n\x0bready_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12\x0c\n\x04role\x18\x05 \x01(\t\x12\x0e\n\x06server\x18\x06 \x01(\t\"&\n\x0fRegisterRequest\x12\x13\n\x0b\x64\x65scription\x18\x01 \x01(\x0c\"U\n\rRegisterReply\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\x12\x13\n\x0b\x64\x65scription\x18\x03 \x01(\x0c\x12\x0c\n\x04\x62oot\x18\x04 \x01(\x06\"\xc7\x01\n\x04Keys\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\r\n\x05group\x18\x02 \x01(\r\x12\x10\n\x08layer_lo\x18\x03 \x01(\r\x12\x10\n\x08layer_hi\x18\x04 \x01(\r\x12\x0f\n\x07head_lo\x18\x05 \x01(\r\x12\x0f\n\x07head_hi\x18\x06 \x01(\r\x12\x0f\n\x07\x63ontext\x18\x07 \x01(\x0c\x12\x0e\n\x06hashes\x18\x08 \x01(\x0c\x12\n\n\x02id\x18\t \x01(\x04\x12\x0e\n\x06nbytes\x18\n \x01(\x04\x12\x0c\n\x04\x62oot\x18\x0b \x01(\x06\x12\x0f\n\x07wait_ms\x18\x0c \x01(\r\"6\n\x05Slots\x12\x0e\n\x06offset\x18\x01 \x03(\x04\x12\x1d\n\x04stop\x18\x02 \x01(\x0e\x32\x0f.kvtier.v1.Stop\"!\n\x04Held\x12\n\n\x02id\x18\x01 \x01(\x04\x12\r\n\x05index\x18\x02 \x03(\r\"1\n\x05\x43ount\x12\t\n\x01n\x18\x01 \x01(\x04\x12\x1d\n\x04stop\x18\x02 \x01(\x0e\x32\x0f.kvtier.v1.Stop\"j\n\x03Run\x12\r\n\x05group\x18\x01 \x01(\r\x12\x10\n\x08layer_lo\x18\x02 \x01(\r\x12\x10\n\x08layer_hi\x18\x03 \x01(\r\x12\x0f\n\x07head_lo\x18\x04 \x01(\r\x12\x0f\n\x07head_hi\x18\x05 \x01(\r\x12\x0e\n\x06hashes\x18\x06 \x01(\x0c\"k\n\rLookupRequest\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x0f\n\x07\x63ontext\x18\x02 \x01(\x0c\x12\x1b\n\x03run\x18\x03 \x03(\x0b\x32\x0e.kvtier.v1.Run\x12\x0e\n\x06\x62itmap\x18\x04 \x01(\x08\x12\x0c\n\x04\x62oot\x18\x05 \x01(\x06\":\n\x0bLookupReply\x12\r\n\x05known\x18\x01 \x03(\r\x12\x0c\n\x04warm\x18\x02 \x03(\r\x12\x0e\n\x06\x62itmap\x18\x03 \x03(\x0c\"%\n\x0e\x45xplainRequest\x12\x13\n\x0b\x64\x65scription\x18\x01 \x01(\x0c\"-\n\x0c\x45xplainReply\x12\x0c\n\x04line\x18\x01 \x03(\t\x12\x0f\n\x07nearest\x18\x02 \x01(\x0c\"(\n\rStatusRequest\x12\x17\n\x0f\x63heck_integrity\x18\x01 \x01(\x08\"\x1b\n\x0bStatusReply\x12\x0c\n\x04json\x18\x01 \x01(\t\"2\n\x05\x43hunk\x12\x0e\n\x04\x64\x61ta\x18\x01 \x01(\x0cH\x00\x12\x11\n\x07message\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04kind\"=\n\nPutRequest\x12\x1d\n\x04keys\x18\x01 \x01(\x0b\x32\x0f.kvtier.v1.Keys\x12\x10\n\x08\x63hecksum\x18\x02 \x03(\x06\")\n\x08PutReply\x12\r\n\x05known\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x1a\n\x08GetReply\x12\x0e\n\x06nbytes\x18\x01 \x01(\x04\"=\n\nGetTrailer\x12\x10\n\x08\x63hecksum\x18\x01 \x03(\x06\x12\x1d\n\x04stop\x18\x02 \x01(\x0e\x32\x0f.kvtier.v1.Stop\"\x87\x01\n\rNamespaceInfo\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\x0c\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x10\n\x08revision\x18\x05 \x01(\t\x12\x0e\n\x06\x62locks\x18\x06 \x01(\x04\x12\r\n\x05\x62ytes\x18\x07 \x01(\x04\"\r\n\x0bListRequest\"8\n\tListReply\x12+\n\tnamespace\x18\x01 \x03(\x0b\x32\x18.kvtier.v1.NamespaceInfo\"\x1b\n\x0bShowRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"H\n\tShowReply\x12&\n\x04info\x18\x01 \x01(\x0b\x32\x18.kvtier.v1.NamespaceInfo\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\x0c\"+\n\x0b\x44iffRequest\x12\x0e\n\x06stored\x18\x01 \x01(\t\x12\x0c\n\x04live\x18\x02 \x01(\t\"\x1b\n\x0b\x44ropRequest\x12\x0c\n\x04name\x18\x01 \x01(\t*9\n\x04Stop\x12\x07\n\x03\x45ND\x10\x00\x12\x08\n\x04MISS\x10\x01\x12\x08\n\x04\x43OLD\x10\x02\x12\x07\n\x03\x43\x41P\x10\x03\x12\x0b\n\x07NO_TIER\x10\x04\x32\xb8\x06\n\x06Kvtier\x12@\n\x08Register\x12\x1a.kvtier.v1.RegisterRequest\x1a\x18.kvtier.v1.RegisterReply\x12:\n\x06Lookup\x12\x18.kvtier.v1.LookupRequest\x1a\x16.kvtier.v1.LookupReply\x12-\n\x08Prefetch\x12\x0f.kvtier.v1.Keys\x1a\x10.kvtier.v1.Count\x12*\n\x05\x46lush\x12\x0f.kvtier.v1.Keys\x1a\x10.kvtier.v1.Count\x12+\n\x06\x44\x65lete\x12\x0f.kvtier.v1.Keys\x1a\x10.kvtier.v1.Count\x12.\n\x03Put\x12\x10.kvtier.v1.Chunk\x1a\x13.kvtier.v1.PutReply(\x01\x12*\n\x03Get\x12\x0f.kvtier.v1.Keys\x1a\x10.kvtier.v1.Chunk0\x01\x12=\n\x07\x45xplain\x12\x19.kvtier.v1.ExplainRequest\x1a\x17.kvtier.v1.ExplainReply\x12:\n\x06Status\x12\x18.kvtier.v1.StatusRequest\x1a\x16.kvtier.v1.StatusReply\x12>\n\x0eListNamespaces\x12\x16.kvtier.v1.ListRequest\x1a\x14.kvtier.v1.ListReply\x12=\n\rShowNamespace\x12\x16.kvtier.v1.ShowRequest\x1a\x14.kvtier.v1.ShowReply\x12\x41\n\x0e\x44iffNamespaces\x12\x16.kvtier.v1.DiffRequest\x1a\x17.kvtier.v1.ExplainReply\x12\x39\n\rDropNamespace\x12\x16.kvtier.v1.DropRequest\x1a\x10.kvtier.v1.Count\x12(\n\x03Pin\x12\x0f.kvtier.v1.Keys\x1a\x10.kvtier.v1.Count\x12*\n\x05Unpin\x12\x0f.kvtier.v1.Keys\x1a\x10.kvtier.v1.Countb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvtier.v1.kvtier_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STOP']._serialized_start=1762
-  _globals['_STOP']._serialized_end=1819
+  _globals['_STOP']._serialized_start=1779
+  _globals['_STOP']._serialized_end=1836
   _globals['_HELLOREQUEST']._serialized_start=37
   _globals['_HELLOREQUEST']._serialized_end=116
   _globals['_HELLOREPLY']._serialized_start=118
@@ -42,51 +42,51 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REGISTERREPLY']._serialized_start=277
   _globals['_REGISTERREPLY']._serialized_end=362
   _globals['_KEYS']._serialized_start=365
-  _globals['_KEYS']._serialized_end=547
-  _globals['_SLOTS']._serialized_start=549
-  _globals['_SLOTS']._serialized_end=603
-  _globals['_HELD']._serialized_start=605
-  _globals['_HELD']._serialized_end=638
-  _globals['_COUNT']._serialized_start=640
-  _globals['_COUNT']._serialized_end=689
-  _globals['_RUN']._serialized_start=691
-  _globals['_RUN']._serialized_end=797
-  _globals['_LOOKUPREQUEST']._serialized_start=799
-  _globals['_LOOKUPREQUEST']._serialized_end=906
-  _globals['_LOOKUPREPLY']._serialized_start=908
-  _globals['_LOOKUPREPLY']._serialized_end=966
-  _globals['_EXPLAINREQUEST']._serialized_start=968
-  _globals['_EXPLAINREQUEST']._serialized_end=1005
-  _globals['_EXPLAINREPLY']._serialized_start=1007
-  _globals['_EXPLAINREPLY']._serialized_end=1052
-  _globals['_STATUSREQUEST']._serialized_start=1054
-  _globals['_STATUSREQUEST']._serialized_end=1094
-  _globals['_STATUSREPLY']._serialized_start=1096
-  _globals['_STATUSREPLY']._serialized_end=1123
-  _globals['_CHUNK']._serialized_start=1125
-  _globals['_CHUNK']._serialized_end=1175
-  _globals['_PUTREQUEST']._serialized_start=1177
-  _globals['_PUTREQUEST']._serialized_end=1238
-  _globals['_PUTREPLY']._serialized_start=1240
-  _globals['_PUTREPLY']._serialized_end=1281
-  _globals['_GETREPLY']._serialized_start=1283
-  _globals['_GETREPLY']._serialized_end=1309
-  _globals['_GETTRAILER']._serialized_start=1311
-  _globals['_GETTRAILER']._serialized_end=1372
-  _globals['_NAMESPACEINFO']._serialized_start=1375
-  _globals['_NAMESPACEINFO']._serialized_end=1510
-  _globals['_LISTREQUEST']._serialized_start=1512
-  _globals['_LISTREQUEST']._serialized_end=1525
-  _globals['_LISTREPLY']._serialized_start=1527
-  _globals['_LISTREPLY']._serialized_end=1583
-  _globals['_SHOWREQUEST']._serialized_start=1585
-  _globals['_SHOWREQUEST']._serialized_end=1612
-  _globals['_SHOWREPLY']._serialized_start=1614
-  _globals['_SHOWREPLY']._serialized_end=1686
-  _globals['_DIFFREQUEST']._serialized_start=1688
-  _globals['_DIFFREQUEST']._serialized_end=1731
-  _globals['_DROPREQUEST']._serialized_start=1733
-  _globals['_DROPREQUEST']._serialized_end=1760
-  _globals['_KVTIER']._serialized_start=1822
-  _globals['_KVTIER']._serialized_end=2646
+  _globals['_KEYS']._serialized_end=564
+  _globals['_SLOTS']._serialized_start=566
+  _globals['_SLOTS']._serialized_end=620
+  _globals['_HELD']._serialized_start=622
+  _globals['_HELD']._serialized_end=655
+  _globals['_COUNT']._serialized_start=657
+  _globals['_COUNT']._serialized_end=706
+  _globals['_RUN']._serialized_start=708
+  _globals['_RUN']._serialized_end=814
+  _globals['_LOOKUPREQUEST']._serialized_start=816
+  _globals['_LOOKUPREQUEST']._serialized_end=923
+  _globals['_LOOKUPREPLY']._serialized_start=925
+  _globals['_LOOKUPREPLY']._serialized_end=983
+  _globals['_EXPLAINREQUEST']._serialized_start=985
+  _globals['_EXPLAINREQUEST']._serialized_end=1022
+  _globals['_EXPLAINREPLY']._serialized_start=1024
+  _globals['_EXPLAINREPLY']._serialized_end=1069
+  _globals['_STATUSREQUEST']._serialized_start=1071
+  _globals['_STATUSREQUEST']._serialized_end=1111
+  _globals['_STATUSREPLY']._serialized_start=1113
+  _globals['_STATUSREPLY']._serialized_end=1140
+  _globals['_CHUNK']._serialized_start=1142
+  _globals['_CHUNK']._serialized_end=1192
+  _globals['_PUTREQUEST']._serialized_start=1194
+  _globals['_PUTREQUEST']._serialized_end=1255
+  _globals['_PUTREPLY']._serialized_start=1257
+  _globals['_PUTREPLY']._serialized_end=1298
+  _globals['_GETREPLY']._serialized_start=1300
+  _globals['_GETREPLY']._serialized_end=1326
+  _globals['_GETTRAILER']._serialized_start=1328
+  _globals['_GETTRAILER']._serialized_end=1389
+  _globals['_NAMESPACEINFO']._serialized_start=1392
+  _globals['_NAMESPACEINFO']._serialized_end=1527
+  _globals['_LISTREQUEST']._serialized_start=1529
+  _globals['_LISTREQUEST']._serialized_end=1542
+  _globals['_LISTREPLY']._serialized_start=1544
+  _globals['_LISTREPLY']._serialized_end=1600
+  _globals['_SHOWREQUEST']._serialized_start=1602
+  _globals['_SHOWREQUEST']._serialized_end=1629
+  _globals['_SHOWREPLY']._serialized_start=1631
+  _globals['_SHOWREPLY']._serialized_end=1703
+  _globals['_DIFFREQUEST']._serialized_start=1705
+  _globals['_DIFFREQUEST']._serialized_end=1748
+  _globals['_DROPREQUEST']._serialized_start=1750
+  _globals['_DROPREQUEST']._serialized_end=1777
+  _globals['_KVTIER']._serialized_start=1839
+  _globals['_KVTIER']._serialized_end=2663
 # @@protoc_insertion_point(module_scope)

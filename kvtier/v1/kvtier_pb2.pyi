@@ -67,7 +67,7 @@ class RegisterReply(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., namespace: _Optional[bytes] = ..., description: _Optional[bytes] = ..., boot: _Optional[int] = ...) -> None: ...
 
 class Keys(_message.Message):
-    __slots__ = ("handle", "group", "layer_lo", "layer_hi", "head_lo", "head_hi", "context", "hashes", "id", "nbytes", "boot")
+    __slots__ = ("handle", "group", "layer_lo", "layer_hi", "head_lo", "head_hi", "context", "hashes", "id", "nbytes", "boot", "wait_ms")
     HANDLE_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     LAYER_LO_FIELD_NUMBER: _ClassVar[int]
@@ -79,6 +79,7 @@ class Keys(_message.Message):
     ID_FIELD_NUMBER: _ClassVar[int]
     NBYTES_FIELD_NUMBER: _ClassVar[int]
     BOOT_FIELD_NUMBER: _ClassVar[int]
+    WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     handle: int
     group: int
     layer_lo: int
@@ -90,7 +91,8 @@ class Keys(_message.Message):
     id: int
     nbytes: int
     boot: int
-    def __init__(self, handle: _Optional[int] = ..., group: _Optional[int] = ..., layer_lo: _Optional[int] = ..., layer_hi: _Optional[int] = ..., head_lo: _Optional[int] = ..., head_hi: _Optional[int] = ..., context: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., id: _Optional[int] = ..., nbytes: _Optional[int] = ..., boot: _Optional[int] = ...) -> None: ...
+    wait_ms: int
+    def __init__(self, handle: _Optional[int] = ..., group: _Optional[int] = ..., layer_lo: _Optional[int] = ..., layer_hi: _Optional[int] = ..., head_lo: _Optional[int] = ..., head_hi: _Optional[int] = ..., context: _Optional[bytes] = ..., hashes: _Optional[bytes] = ..., id: _Optional[int] = ..., nbytes: _Optional[int] = ..., boot: _Optional[int] = ..., wait_ms: _Optional[int] = ...) -> None: ...
 
 class Slots(_message.Message):
     __slots__ = ("offset", "stop")

@@ -1,0 +1,147 @@
+"""Copies cold blocks up, on demand: reserve, read, verify, seal, the same verbs as a client's.
+
+One read per key however many ask (64 readers of one cold key make one read); a bounded queue and a few threads; whoever waits does so within its
+own deadline and gets a miss when that ends. Of several tiers the first in the list is asked first. A block that fails its check is a miss,
+and the tier has forgotten it. Thread-safe; never holds its lock while a tier works.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from kvtier.errors import KvtierError, Lost, NotFound
+from kvtier.layout import Extents
+from kvtier.namespaces import Namespace
+from kvtier.store import Account, Store
+from kvtier.tiers import Tier
+
+MAX_QUEUE = 16_384  # keys under way
+THREADS = 4
+
+log = logging.getLogger(__name__)
+
+
+class Promoter:
+    """Promotes blocks of one store from its tiers."""
+
+    def __init__(self, store: Store, tiers: Sequence[Tier], threads: int = THREADS) -> None:
+        self._store = store
+        self._tiers = list(tiers)
+        self._movers: dict[str, Account] = {}  # by tenant
+        self._wake = threading.Condition()
+        self._queue: deque[tuple[bytes, Namespace, Extents]] = deque()
+        self._under_way: set[bytes] = set()
+        self._stop = False
+        self.promoted_blocks = self.promoted_bytes = self.lost_blocks = self.failed_blocks = self.refused_blocks = 0
+        self._threads = [threading.Thread(target=self._run, name=f"promoter-{i}", daemon=True) for i in range(threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def start(self, keys: Sequence[bytes], namespace: Namespace, extents: Extents) -> int:
+        """Starts bringing up those of these keys that are cold. Returns how many are under way now. Never waits."""
+        warm = self._store.lookup_each(keys)
+        cold = [key for key, known in zip(keys, warm, strict=True) if not known]
+        here = [False] * len(cold)
+        for tier in self._tiers:
+            here = [a or b for a, b in zip(here, tier.find(cold), strict=True)]
+        started = 0
+        with self._wake:
+            for key, found in zip(cold, here, strict=True):
+                if not found:
+                    continue
+                if key not in self._under_way:
+                    if len(self._under_way) >= MAX_QUEUE or self._stop:
+                        break
+                    self._under_way.add(key)
+                    self._queue.append((key, namespace, extents))
+                started += 1
+            self._wake.notify_all()
+        return started
+
+    def wait(self, keys: Sequence[bytes], until: float) -> None:
+        """Returns when none of these keys is under way any more, or at `until` (time.monotonic)."""
+        with self._wake:
+            while any(key in self._under_way for key in keys):
+                left = until - time.monotonic()
+                if left <= 0 or not self._wake.wait(left):
+                    return
+
+    def alive(self) -> bool:
+        """Whether all threads run."""
+        return all(thread.is_alive() for thread in self._threads)
+
+    def gauges(self) -> dict[str, int]:
+        with self._wake:
+            under_way = len(self._under_way)
+        return {
+            "promoting_blocks": under_way,
+            "promoted_blocks_total": self.promoted_blocks,
+            "promoted_bytes_total": self.promoted_bytes,
+            "promotion_lost_blocks_total": self.lost_blocks,
+            "promotion_failed_blocks_total": self.failed_blocks,
+            "promotion_refused_blocks_total": self.refused_blocks,
+        }
+
+    def close(self) -> None:
+        """Drops what is queued and ends the threads."""
+        with self._wake:
+            self._stop = True
+            self._under_way.difference_update(key for key, _, _ in self._queue)
+            self._queue.clear()
+            self._wake.notify_all()
+        for thread in self._threads:
+            thread.join(5)
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not self._queue:
+                    if self._stop:
+                        return
+                    self._wake.wait(1.0)
+                key, namespace, extents = self._queue.popleft()
+            try:
+                self._promote(key, namespace, extents)
+            except Exception:  # a fault of ours must not end promotion for good
+                log.exception("promoting a block failed")
+                self.failed_blocks += 1
+            with self._wake:
+                self._under_way.discard(key)
+                self._wake.notify_all()
+
+    def _promote(self, key: bytes, namespace: Namespace, extents: Extents) -> None:
+        with self._wake:
+            mover = self._movers.get(namespace.tenant)
+            if mover is None:
+                mover = self._movers[namespace.tenant] = self._store.mover(namespace.tenant)
+        try:
+            row = self._store.make_place(mover, namespace, extents, key)
+        except KvtierError:
+            self.refused_blocks += 1  # everything is in use: a miss
+            return
+        if row is None:
+            return  # it is warm
+        checksum: int | None = None
+        try:
+            checksum = self._read(key, self._store.slot_of(row)[0], extents.block_bytes)
+        finally:
+            if self._store.finish_place(mover, namespace, row, checksum):
+                self.promoted_blocks += 1
+                self.promoted_bytes += extents.block_bytes
+
+    def _read(self, key: bytes, slot: memoryview, nbytes: int) -> int | None:
+        """The block from the first tier that has it whole: its checksum, None if none does."""
+        for tier in self._tiers:
+            try:
+                return tier.read(key, slot, nbytes)
+            except NotFound:
+                continue
+            except Lost:
+                self.lost_blocks += 1
+            except (KvtierError, OSError):
+                self.failed_blocks += 1
+        return None
