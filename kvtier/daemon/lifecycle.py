@@ -152,7 +152,7 @@ class Daemon:
 
     def transports(self) -> dict[str, int]:
         """Gauges and counters of lane and door; zeros where there is no door."""
-        nothing = dict.fromkeys(("grpc_calls", "grpc_bulk_calls", "grpc_cut_total", "grpc_refused_total"), 0)
+        nothing = dict.fromkeys(("grpc_calls", "grpc_bulk_calls", "grpc_cut_total"), 0)
         return {**self.lane.gauges(), **(self.door.gauges() if self.door is not None else nothing)}
 
     def _read_locks(self) -> None:

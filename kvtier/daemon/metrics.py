@@ -49,8 +49,10 @@ GAUGES = (
     Family("kvtier_pinned_blocks", "pinned_blocks", "Blocks that an operator has pinned."),
     Family("kvtier_pinned_bytes", "pinned_bytes", "Their slots."),
     Family("kvtier_sessions", "sessions", "Clients with a session."),
-    Family("kvtier_sockets", "", "Open connections.", ("transport",)),
-    Family("kvtier_strangers", "lane_strangers", "Lane sockets that have not said a valid hello yet."),
+    Family("kvtier_lane_sockets", "lane_sockets", "Open lane sockets."),
+    Family("kvtier_lane_strangers", "lane_strangers", "Lane sockets that have not said a valid hello yet."),
+    Family("kvtier_grpc_calls", "grpc_calls", "gRPC calls under way."),
+    Family("kvtier_grpc_bulk_calls", "grpc_bulk_calls", "Puts and gets among them."),
     Family("kvtier_limbo_sessions", "limbo_sessions", "Sessions without a socket whose process still lives and may touch slots."),
     Family("kvtier_limbo_bytes", "limbo_bytes", "Slots that wait for the end of such processes."),
     Family("kvtier_settle_queue_blocks", "", "Blocks waiting to be copied to a lower tier; 0 while there is none."),
@@ -76,7 +78,8 @@ COUNTERS = (
     Family("kvtier_drained_slabs", "drained_slabs_total", "Slabs emptied for another block size."),
     Family("kvtier_full", "full_total", "Reservations refused for want of room or by a cap."),
     Family("kvtier_bad_headers", "bad_headers_total", "Blocks dropped because a writer had changed their header."),
-    Family("kvtier_refused_sockets", "lane_refused_total", "Lane sockets closed at once: too many."),
+    Family("kvtier_lane_refused", "lane_refused", "Lane sockets closed at once: too many."),
+    Family("kvtier_grpc_cut", "grpc_cut_total", "gRPC calls ended by the daemon: they stood still or took too long."),
     Family("kvtier_errors", "", "Calls that ended with an error, by kind.", ("transport", "kind")),
     Family("kvtier_received_bytes", "", "Bytes of requests; what moves through the mapped arena is in sealed and loaded bytes.", ("transport",)),
     Family("kvtier_sent_bytes", "", "Bytes of answers.", ("transport",)),
@@ -85,14 +88,11 @@ CALLS = Family("kvtier_call_seconds", "", "From a whole request to its answer, w
 
 
 class Exporter(Collector):
-    """Reads everything at a scrape. `sockets` says how many connections each transport has; `ready` whether the daemon is."""
+    """Reads everything at a scrape. `transports` are what lane and door say of themselves; `ready` is whether the daemon is."""
 
-    def __init__(
-        self, service: Service, lane: Callable[[], Mapping[str, int]], sockets: Callable[[], Mapping[str, int]], ready: Callable[[], bool]
-    ) -> None:
+    def __init__(self, service: Service, transports: Callable[[], Mapping[str, int]], ready: Callable[[], bool]) -> None:
         self._service = service
-        self._lane = lane
-        self._sockets = sockets
+        self._transports = transports
         self._ready = ready
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -109,8 +109,7 @@ class Exporter(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        lane = self._lane()
-        report: dict[str, Any] = {**self._service.report(), "lane_strangers": lane["lane_strangers"], "lane_refused_total": lane["lane_refused"]}
+        report: dict[str, Any] = {**self._service.report(), **self._transports()}
         computed = {**self._blocks(), **self._counted(report), **self._calls_of_transports()}
         for family in GAUGES:
             yield _fill(GaugeMetricFamily(family.name, family.help, labels=family.labels), family, report, computed)
@@ -143,7 +142,6 @@ class Exporter(Collector):
         return {
             "kvtier_lookup_misses": {("absent",): absent, ("behind",): behind},
             "kvtier_load_failures": {("miss",): unserved[MISS], ("cold",): unserved[COLD], ("cap",): unserved[CAP]},
-            "kvtier_sockets": {(transport,): n for transport, n in self._sockets().items()},
             "kvtier_settle_queue_blocks": {(): 0},
             "kvtier_ready": {(): float(self._ready())},
             "kvtier_build_info": {(__version__, ".".join(map(str, sys.version_info[:3]))): 1},
