@@ -41,6 +41,7 @@ class Service:
         self.sessions = sessions
         self.tiering: Tiering | None = None  # set by the daemon where a lower tier is configured
         self.meters = Meters()  # transports count their calls here
+        self.gauges: list[Callable[[], dict[str, int]]] = []  # of transports: part of the status
         self._pin_lock = threading.Lock()
         self._pinners: dict[str, Session] = {}  # by tenant: the daemon's own sessions, whose leases are the pins
         self._pins: dict[tuple[str, bytes], tuple[Session, int]] = {}  # (tenant, key) -> the lease that pins it
@@ -203,6 +204,7 @@ class Service:
             "namespaces": len(self.store.namespaces.all()),
             **self.store.gauges(),
             **self.sessions.gauges(),
+            **{name: value for gauges in self.gauges for name, value in gauges().items()},
             **(self.tiering.gauges() if self.tiering is not None else {}),
             **numbers,
         }

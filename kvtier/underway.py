@@ -21,7 +21,7 @@ _LOOK_EVERY = 0.25
 
 
 class Call:
-    """One call. `until` is when it must have ended, by the client's deadline or ours; `waits` since when it waits for its client, 0 while it works."""
+    """One call. `until` is when it must have ended, by the client's deadline or ours; `waits` since when it waits for its client, 0 if it works."""
 
     __slots__ = ("context", "cut", "patience", "received", "sent", "until", "waits")
 
