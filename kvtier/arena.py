@@ -14,6 +14,7 @@ import fcntl
 import mmap
 import os
 import threading
+import weakref
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,10 @@ _F_ADD_SEALS, _SEALS = 1033, 0x1 | 0x2 | 0x4  # seal | shrink | grow
 _MADV_DONTFORK, _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 10, 22, 23
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_PROT_NONE, _MAP_FIXED, _MAP_NORESERVE, _MAP_FAILED = 0, 0x10, 0x4000, ctypes.c_void_p(-1).value
 
 
 class Arena:
@@ -117,49 +122,50 @@ def advise(array: npt.NDArray[np.uint8], start: int, size: int, advice: int) -> 
 
 
 class Mapping:
-    """A client's view of a daemon's arena. Not inherited over fork: a child that touches it dies instead of reading someone else's bytes."""
+    """A client's view of a daemon's arena. Not inherited over fork: a child that touches it dies instead of reading someone else's bytes.
+
+    Not an mmap object: that keeps a descriptor of the file open for as long as anyone has a view.
+    """
 
     def __init__(self, fd: int, nbytes: int) -> None:
         """Takes over `fd`. Raises OSError or ValueError if it cannot be mapped."""
         try:
-            self._map = mmap.mmap(fd, nbytes)
+            if not 0 < nbytes <= os.fstat(fd).st_size:
+                raise ValueError(f"the file of the arena has {os.fstat(fd).st_size} bytes, not {nbytes}")
+            self.address = _mmap(0, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd)
         finally:
             os.close(fd)
-        self.array: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
-        self.address = self.array.ctypes.data
         self.nbytes = nbytes
+        region = type("Region", (ctypes.c_ubyte * nbytes,), {}).from_address(self.address)
+        weakref.finalize(region, _libc.munmap, self.address, nbytes).atexit = False  # with the last view
+        self.array: npt.NDArray[np.uint8] = np.frombuffer(region, np.uint8)
         advise(self.array, 0, nbytes, _MADV_DONTFORK)
 
     def populate(self, start: int, size: int) -> None:
         """Makes page table entries for memory that the daemon has backed already (8-20 GiB/s), so that the first copy does not fault."""
         advise(self.array, start, min(size, self.nbytes - start), _MADV_POPULATE_WRITE)
 
-    def close(self) -> bool:
-        """Unmaps. False if somebody still holds a view: nothing is changed then."""
-        if not hasattr(self, "array"):
-            return True
-        array = self.array
-        del self.array
-        del array
-        try:
-            self._map.close()
-        except BufferError:
-            self.array = np.frombuffer(self._map, np.uint8)
-            return False
-        return True
+    def close(self) -> None:
+        """Gives the arena up, at once and for every view that somebody still has though it is void: such a view reads zeros. Idempotent."""
+        if hasattr(self, "array"):
+            self._cover(mmap.PROT_READ | mmap.PROT_WRITE)
+            del self.array  # last: without a view the range is unmapped here, and may be another mapping's a moment later
 
     def guard_after_fork(self) -> None:
         """In a fork child: occupies the address range, which fork left empty, with memory that no one may touch.
 
         Else a later mapping of the child could land there, be read through stale views, and be unmapped when this object dies.
         """
-        prot_none, private_anonymous_fixed_noreserve = 0, 0x02 | 0x20 | 0x10 | 0x4000
-        _libc.mmap.restype = ctypes.c_void_p
-        _libc.mmap(
-            ctypes.c_void_p(self.address),
-            ctypes.c_size_t(self.nbytes),
-            prot_none,
-            private_anonymous_fixed_noreserve,
-            -1,
-            ctypes.c_long(0),
-        )
+        self._cover(_PROT_NONE)
+
+    def _cover(self, protection: int) -> None:
+        _mmap(self.address, self.nbytes, protection, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED, -1)
+
+
+def _mmap(address: int, nbytes: int, protection: int, flags: int, fd: int) -> int:
+    """mmap(2). Returns the address. Raises OSError."""
+    found = _libc.mmap(address, nbytes, protection, flags, fd, 0)
+    if found == _MAP_FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return int(found)

@@ -192,8 +192,9 @@ class Client:
             raise Invalid(f"{count(ns, hashes)} hashes for {len(bodies)} bodies")
         nbytes = ns.extents(range_).body_bytes
         for body in bodies:
-            if memoryview(body).nbytes != nbytes:
-                raise Invalid(f"a body of this range has {nbytes} bytes, not {memoryview(body).nbytes}")
+            view = memoryview(body)
+            if view.nbytes != nbytes or not view.c_contiguous:
+                raise Invalid(f"a body of this range is one run of {nbytes} bytes, not {view.nbytes} bytes of shape {view.shape}")
         return self._transport(deadline).put(ns, hashes, bodies, range_, context, deadline)
 
     def delete(self, ns: Registered, hashes: Hashes, *, range_: Range = WHOLE, context: bytes = NO_CONTEXT, deadline: float = CONTROL) -> Answer:

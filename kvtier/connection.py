@@ -25,7 +25,7 @@ from google.protobuf.message import DecodeError
 
 from kvtier import frames
 from kvtier.arena import POPULATE_STEP, Mapping
-from kvtier.errors import Deadline, KvtierError, NotFound, Unavailable, from_code
+from kvtier.errors import Deadline, Invalid, KvtierError, NotFound, Unavailable, from_code
 from kvtier.frames import Verb
 from kvtier.v1 import kvtier_pb2 as pb
 
@@ -65,6 +65,9 @@ class _Socket:
         except (OSError, frames.Closed) as error:
             self.close()
             raise Unavailable(f"no daemon at {path}: {getattr(error, 'strerror', None) or 'it closed the connection'}") from None
+        except Invalid as error:  # nothing the caller can mend
+            self.close()
+            raise Unavailable(f"no daemon of this version at {path}: {error}") from None
         except BaseException:
             self.close()
             raise
@@ -202,7 +205,7 @@ class Connection:
             if time.monotonic() < self._not_before:
                 raise Unavailable(self._last_error)
             if not self._reap():
-                raise Unavailable("views of an earlier daemon's blocks are still held: end these leases first")
+                raise Unavailable("leases or fills on an earlier daemon's blocks are still open: end them first")
             self._connecting = True
             drained = list(self._drained)
         made = self._attach(pb.HelloRequest(protocol=1, map=True, drained=drained), min(_HELLO_DEADLINE, max(0.001, deadline)))
@@ -331,7 +334,7 @@ class Connection:
                 self._drained.append(attachment.session)
 
     def close(self) -> None:
-        """Closes sockets and mapping. What is still leased stays pinned until the process ends or its views are gone."""
+        """Closes sockets and mapping. What is still leased stays mapped and pinned until these leases end."""
         with self._lock:
             self._closed = True
             attachment = self._attachment
@@ -394,14 +397,12 @@ class Connection:
 
     def _reap(self) -> bool:
         """Unmaps lost attachments that nobody uses. True if none is left. Under the lock."""
-        left = []
         for attachment in self._retired:
             if not attachment.users:
                 attachment.__dict__.pop("memory", None)
-            if attachment.users or not attachment.mapping.close():
-                left.append(attachment)
-        self._retired = left
-        return not left
+                attachment.mapping.close()
+        self._retired = [attachment for attachment in self._retired if attachment.users]
+        return not self._retired
 
     def _after_fork(self) -> None:
         """In the child: the parent's mapping is fenced off and never unmapped by us, and nothing is attached."""
