@@ -55,7 +55,7 @@ GAUGES = (
     Family("kvtier_grpc_bulk_calls", "grpc_bulk_calls", "Puts and gets among them."),
     Family("kvtier_limbo_sessions", "limbo_sessions", "Sessions without a socket whose process still lives and may touch slots."),
     Family("kvtier_limbo_bytes", "limbo_bytes", "Slots that wait for the end of such processes."),
-    Family("kvtier_settle_queue_blocks", "", "Blocks waiting to be copied to a lower tier; 0 while there is none."),
+    Family("kvtier_settle_queue_blocks", "settle_queue_blocks", "Blocks waiting to be copied to a lower tier; 0 where there is none."),
     Family("kvtier_ready", "", "1 while calls are accepted and every background thread runs."),
     Family("kvtier_start_time_seconds", "start_time", "When this daemon started, unix time."),
     Family("kvtier_build_info", "", "Always 1; what is running.", ("version", "python")),
@@ -109,7 +109,7 @@ class Exporter(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        report: dict[str, Any] = {**self._service.report(), **self._transports()}
+        report: dict[str, Any] = {"settle_queue_blocks": 0, **self._service.report(), **self._transports()}
         computed = {**self._blocks(), **self._counted(report), **self._calls_of_transports()}
         for family in GAUGES:
             yield _fill(GaugeMetricFamily(family.name, family.help, labels=family.labels), family, report, computed)
@@ -142,7 +142,6 @@ class Exporter(Collector):
         return {
             "kvtier_lookup_misses": {("absent",): absent, ("behind",): behind},
             "kvtier_load_failures": {("miss",): unserved[MISS], ("cold",): unserved[COLD], ("cap",): unserved[CAP]},
-            "kvtier_settle_queue_blocks": {(): 0},
             "kvtier_ready": {(): float(self._ready())},
             "kvtier_build_info": {(__version__, ".".join(map(str, sys.version_info[:3]))): 1},
         }
