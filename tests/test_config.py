@@ -435,3 +435,42 @@ def test_time_is_utc_with_milliseconds() -> None:
     said = record("x")
     said.created, said.msecs = time.time(), 7.0
     assert json.loads(JsonFormatter().format(said))["time"].endswith(".007Z")
+
+
+# --- the SSD tier
+
+
+def test_the_ssd_tier_is_a_table_or_one_flag(tmp_path: Path) -> None:
+    toml = tmp_path / "kvtier.toml"
+    toml.write_text('[ssd]\npath = "/var/lib/kvtier"\nsize = "2TiB"\nsync = true\nwrite = "500MB"\ndaily = "20TB"\n')
+    said = load(toml, {}).ssd
+    assert said is not None
+    assert (said.path, said.size, said.sync, said.write, said.daily, said.free) == (
+        Path("/var/lib/kvtier"),
+        2**41,
+        True,
+        5 * 10**8,
+        2 * 10**13,
+        2**30,
+    )
+    assert load(None, {"ssd": "path=/var/lib/kvtier, size=2TiB, sync=true, write=500MB, daily=20TB"}).ssd == said
+    assert load(None, {"ssd": str(said)}).ssd == said, "what is shown can be said again"
+    assert load(toml, {"ssd": "off"}).ssd is None
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("/var/lib/kvtier", "path=/var/lib/kvtier,size=2TiB"),
+        ("path=/a", "needs a path and a size"),
+        ("size=1TiB", "needs a path and a size"),
+        ("path=/a,size=1TiB,size=2TiB", "write each key once"),
+        ("path=/a,size=lots", "is not a size"),
+        ("path=/a,size=1TiB,sync=maybe", "true or false"),
+        ("path=/a,size=1TiB,speed=9", "its keys are path, size, sync, write, daily, free"),
+        (7, "needs a path and a size"),
+    ],
+)
+def test_ssd_settings_that_are_refused(value: object, words: str) -> None:
+    with pytest.raises(Invalid, match=re.escape(words)):
+        load(None, {"ssd": value})

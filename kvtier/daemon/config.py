@@ -60,6 +60,13 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("tls_cert", "--tls-cert", "none", "certificate chain (PEM); any listener that is not loopback needs one"),
     Setting("tls_key", "--tls-key", "none", "private key of `tls_cert` (PEM)"),
     Setting("tls_client_ca", "--tls-client-ca", "none", "clients must show a certificate of this authority (PEM): mutual TLS"),
+    Setting(
+        "ssd",
+        "--ssd",
+        "none",
+        "the SSD tier, a table: `path` and `size` of everything in it; `sync` (settled survives a power cut), `write` (bytes a second) and `daily` "
+        "(bytes a day) that may be written, `free` bytes left to others on its file system. As a flag: `path=/var/lib/kvtier,size=2TiB`",
+    ),
     Setting("metrics", "--metrics", "off", "where `/metrics`, `/live` and `/ready` listen: a port (on loopback) or `host:port`"),
 )
 _BY_NAME = {setting.name: setting for setting in SETTINGS}
@@ -101,6 +108,21 @@ class User:
 
 
 @dataclass(frozen=True, slots=True)
+class SsdSettings:
+    """The SSD tier. size, free: bytes; write: bytes a second, daily: bytes a day, 0 for no limit."""
+
+    path: Path
+    size: int
+    sync: bool = False
+    write: int = 0
+    daily: int = 0
+    free: int = 2**30
+
+    def __str__(self) -> str:
+        return f"path={self.path},size={self.size},sync={str(self.sync).lower()},write={self.write},daily={self.daily},free={self.free}"
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """Checked settings, under the names of the file. poison: fill freed slots with NaN codes (tests only, a flag without a key)."""
 
@@ -114,6 +136,7 @@ class Config:
     tls_key: Path | None = None
     tls_client_ca: Path | None = None
     metrics: Listen | None = None
+    ssd: SsdSettings | None = None
     poison: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -321,6 +344,27 @@ def _grpc(value: Any) -> tuple[Listen, ...]:
     return () if value in (["off"], "off") else _several(parse_listen, MAX_LISTENERS)(value)
 
 
+def _ssd(value: Any) -> SsdSettings | None:
+    """A table, or "key=value,key=value"; "off" for none."""
+    if value == "off":
+        return None
+    if isinstance(value, str):
+        pairs = [part.partition("=") for part in value.split(",")]
+        if any(not mark for _, mark, _ in pairs) or len({name.strip() for name, _, _ in pairs}) != len(pairs):
+            raise Invalid(f"{value!r:.80} is not path=/var/lib/kvtier,size=2TiB: write each key once, with its value")
+        value = {name.strip(): text.strip() for name, _, text in pairs}
+    if not isinstance(value, dict) or not {"path", "size"} <= set(value):
+        raise Invalid('the SSD tier needs a path and a size: write [ssd] path = "/var/lib/kvtier", size = "2TiB"')
+    known = ("path", "size", "sync", "write", "daily", "free")
+    if odd := next((name for name in value if name not in known), None):
+        raise Invalid(f"ssd has no key {odd[:80]!r}: its keys are {', '.join(known)}")
+    sync = value.get("sync", False)
+    if sync not in (True, False, "true", "false"):
+        raise Invalid(f"ssd.sync is true or false, not {sync!r:.80}")
+    sizes = {name: _size(value[name]) for name in ("size", "write", "daily", "free") if name in value}
+    return SsdSettings(path=_path(value["path"]), sync=sync in (True, "true"), **sizes)
+
+
 _PARSERS: dict[str, Callable[[Any], Any]] = {
     "socket": _path,
     "socket_mode": _mode,
@@ -331,6 +375,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "tls_cert": _path,
     "tls_key": _path,
     "tls_client_ca": _path,
+    "ssd": _ssd,
     "metrics": _metrics,
 }
 

@@ -26,13 +26,17 @@ from kvtier.errors import Full, KvtierError
 from kvtier.lane import Lane
 from kvtier.service import Service
 from kvtier.session import ADMIN, WRITE, Peer, Sessions
+from kvtier.settler import Budget
 from kvtier.store import Store
+from kvtier.tiering import Tiering
+from kvtier.tiers.ssd import Ssd
 
 if TYPE_CHECKING:
     from kvtier.daemon.metrics import Exporter
     from kvtier.door import Door
 
 SWITCH_INTERVAL = 0.0005  # seconds; with the default 5 ms a client's long lookup delays the others tenfold
+DRAIN = 10.0  # seconds that settling goes on after the last call
 ALIVE = 30.0  # seconds without a beat of the main thread after which /live says no
 log = logging.getLogger(__name__)
 
@@ -97,6 +101,7 @@ class Daemon:
         self.service = Service(self.store, self.sessions)
         self.lane = Lane(config.socket, self.service, config.peer, config.socket_mode)
         self._undo.append(self.lane.close)
+        self._build_tiers()
         self._build_door()
         self.arena.populate(self._stop, limit=POPULATE_STEP)
         if config.metrics is not None:
@@ -165,6 +170,17 @@ class Daemon:
         if config.tls_cert is not None and config.tls_key is not None:
             self._certificates = Certificates(config.tls_cert, config.tls_key, config.tls_client_ca)
             self._reloads["certificates"] = self._certificates.reload
+
+    def _build_tiers(self) -> None:
+        """Opens the lower tiers and puts what they hold into the index. Before calls are accepted; undone after they have ended."""
+        ssd = self.config.ssd
+        if ssd is None:
+            return
+        tier = Ssd(ssd.path, ssd.size, self.store.namespaces.register, sync=ssd.sync, min_free=ssd.free)
+        tiering = Tiering(self.store, [tier], Budget(ssd.write, ssd.daily))
+        self._undo.insert(len(self._undo) - 1, lambda: tiering.close(DRAIN))  # after the lane: nothing is sealed any more
+        self.service.tiering = tiering
+        self._parts["lower tiers"] = tiering
 
     def _build_door(self) -> None:
         if not self.config.grpc:
