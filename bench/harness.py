@@ -14,6 +14,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -124,6 +125,7 @@ def interleave(phases: Mapping[str, Callable[[], object]], effort: Effort, watch
     with progress(" / ".join(names), effort.trials) as tick:
         for trial in range(effort.trials):
             for name in turns(names, trial):
+                _end_if_told()
                 result[name].windows.append(_window(phases[name], effort.seconds, watch or {}))
             tick()
     return result
@@ -162,6 +164,7 @@ def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
         task = bar.add_task(what, total=total)
 
         def tick() -> None:
+            _end_if_told()
             bar.advance(task)
             bar.refresh()
 
@@ -278,9 +281,20 @@ def _die_with_parent() -> None:
     _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
+_stop = threading.Event()
+
+
 def end_cleanly() -> None:
-    """SIGTERM becomes an exception, so that every `with` above ends its child."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    """SIGTERM ends the benchmark before its next window or the next move of a progress bar, so that every `with` above ends its child.
+
+    The handler raises nothing itself: an exception that lands inside a destructor is swallowed.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: _stop.set())
+
+
+def _end_if_told() -> None:
+    if _stop.is_set():
+        raise SystemExit(128 + signal.SIGTERM)
 
 
 def llc_bytes() -> int:
