@@ -51,6 +51,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kvtier/cli/": EVERYWHERE | {"google", "rich", "typer"},
     "kvtier/daemon/": EVERYWHERE | {"google", "prometheus_client", "rich", "typer"},
     "kvtier/torch_views.py": EVERYWHERE | {"torch"},
+    "kvtier/connectors/pages.py": EVERYWHERE | {"torch"},
+    "kvtier/connectors/vllm/": EVERYWHERE | {"prometheus_client", "torch", "vllm"},
     "kvtier/workbench/": EVERYWHERE | {"gguf", "kvtier_kernels", "rich", "safetensors", "tokenizers", "torch", "transformers", "typer"},
     "kernels/kvtier_kernels/": EVERYWHERE | {"kvtier_kernels", "torch", "triton"},
 }
@@ -153,7 +155,7 @@ def test_imports_stay_within_what_a_place_may_use(path: Path) -> None:
 
 def test_the_core_runs_without_torch() -> None:
     """Imports every module of the core and of the daemon in a fresh interpreter where torch and its like cannot be imported."""
-    skipped = ("kvtier/workbench/", "kvtier/torch_views.py", "kvtier/daemon/__main__.py")
+    skipped = ("kvtier/workbench/", "kvtier/torch_views.py", "kvtier/connectors/pages.py", "kvtier/connectors/vllm/", "kvtier/daemon/__main__.py")
     files = [path for path in sources("kvtier") if not name_of(path).startswith(skipped)]
     modules = sorted({name_of(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in files})
     assert {"kvtier", "kvtier.client", "kvtier.daemon", "kvtier.store"} <= set(modules)

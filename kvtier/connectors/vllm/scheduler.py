@@ -1,0 +1,404 @@
+"""The scheduler's half: what to promise, what to load, what to save. One rule: nothing here waits for the daemon but `Lookup.ask`, for 8 ms.
+
+Per request it keeps a question (and what is held for it), one load at a time, and how far saving has been planned. A promise is made for blocks
+that are held; a load that fails is remembered for the request's life and not tried again. Saves are planned when the step that fills a block is
+planned; where that step depends on a load that may still fail they are kept back until every rank has reported. Called by vLLM's scheduler, from
+one thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+from vllm.distributed.kv_events import BlockStored
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_sliding_window, iter_layer_specs
+
+from kvtier.client import Client
+from kvtier.connectors.adapters import Adapters
+from kvtier.connectors.jobs import Load, Run, Save, Seen
+from kvtier.connectors.ranks import Namespace, RankId
+from kvtier.connectors.tickets import Lookup, Shape, Ticket, label
+from kvtier.connectors.vllm.events import Expected
+from kvtier.connectors.vllm.naming import Naming
+from kvtier.connectors.vllm.plan import Plan, Report
+from kvtier.connectors.vllm.settings import Settings
+from kvtier.connectors.vllm.stats import KvtierStats
+from kvtier.errors import Invalid, KvtierError
+from kvtier.identity import request_context
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Asked:
+    """One request. `context` None: not cached. `limit`: no token from here on is ever promised. `saved`: blocks planned, per group.
+    `tainted`: what it computes may rest on blocks that were not loaded, so it is not saved."""
+
+    request: Any
+    context: bytes | None
+    saved: list[int]
+    limit: int | None = None
+    ticket: Ticket | None = None
+    offer: int = 0  # the token from which on blocks were promised
+    load: tuple[Load, int, int, int] | None = None  # the load, its first and last token, ranks that have not reported
+    tainted: bool = False
+
+
+class SchedulerHalf:
+    """Everything that `KvtierConnector` does in role SCHEDULER."""
+
+    def __init__(self, config: Any, kv_config: Any, settings: Settings, connect: Callable[[str], Client]) -> None:
+        self._config, self._settings, self._connect = config, settings, connect
+        transfer = config.kv_transfer_config
+        self._loads_allowed, self._saves_allowed = transfer.is_kv_consumer, transfer.is_kv_producer
+        self._block_tokens = [group.kv_cache_spec.block_size for group in kv_config.kv_cache_groups]
+        self._tokens = [size * settings.engine_blocks for size in self._block_tokens]
+        self._hash_tokens = kv_config.hash_block_size or config.cache_config.hash_block_size or self._block_tokens[0]
+        self._align = math.lcm(*self._tokens)
+        self._windows = [_window(group.kv_cache_spec) for group in kv_config.kv_cache_groups]
+        # With several groups, or a window whose blocks are of no use without each other, a load is whole or failed, which only async loads can say.
+        self._all_or_nothing = len(self._tokens) > 1 or any(self._windows)
+        self._sync = settings.load == "sync" and not self._all_or_nothing
+        self._manager: Any = None
+        self._naming: Naming | None = None
+        self._namespace: Namespace | None = None
+        self._off = ""
+        self._lookup: Lookup | None = None
+        self._description = b""  # not sent to the workers yet
+        self._requests: dict[str, Asked] = {}
+        self._loads: dict[int, Asked] = {}
+        self._planned: list[Load] = []
+        self._cancelled: list[int] = []
+        self._unsure: set[int] = set()  # sync loads that not every rank has reported
+        self._kept_back: list[tuple[Asked, Save]] = []
+        self._seen = Seen() if settings.save_when == "second_hit" else None
+        self._adapters = Adapters()
+        self._generation = b""
+        self._next_id = 0
+        self._stats = KvtierStats()
+        self._said_mode = ""
+        events = config.kv_events_config
+        self._wants_events = bool(events and events.enable_kv_cache_events)
+
+    # -- the namespace
+
+    def hear(self, reports: dict[RankId, str]) -> None:
+        """The ranks' handshakes, once their weights are loaded. Blocks while local weights are fingerprinted."""
+        try:
+            self._naming = Naming(self._config, self._settings, reports)
+        except (KvtierError, OSError) as error:
+            self._turn_off(error)
+
+    def use(self, manager: Any) -> None:
+        """The engine's cache manager."""
+        self._manager = manager
+
+    def _turn_off(self, error: Exception) -> None:
+        self._off = str(error) or type(error).__name__
+        log.error("kvtier is OFF, every lookup is a miss and nothing is saved: %s", self._off)
+
+    @property
+    def _ready(self) -> bool:
+        """Whether there is a namespace. Made at the first request: only then is the engine's hash seed final."""
+        if self._lookup is None and not self._off:
+            try:
+                self._open()
+            except KvtierError as error:
+                self._turn_off(error)
+        return self._lookup is not None
+
+    def _open(self) -> None:
+        if self._naming is None:
+            raise Invalid("no rank has reported what it loaded")
+        self._namespace = named = self._naming.namespace(self._tokens, self._hash_tokens)
+        client = self._connect(self._settings.socket)
+        ns = client.register(named.description)
+        held = [[part for ranks in named.ranges.values() if (part := ranks[group]) is not None] for group in range(len(self._tokens))]
+        parts = tuple(tuple(dict.fromkeys(group)) for group in held)
+        self._lookup = Lookup(client, Shape(ns, tuple(self._tokens), tuple(self._windows), parts, self._align))
+        self._description = named.description.canonical
+        self._expected = Expected([len(group) for group in parts])
+        log.info("kvtier is on: mode %s, namespace %s of %s", named.mode, ns.digest.hex()[:16], named.description.model)
+
+    # -- requests
+
+    def add(self, request: Any) -> None:
+        """A new request."""
+        self._requests[request.request_id] = Asked(request, self._context(request), [0] * len(self._tokens))
+
+    def _context(self, request: Any) -> bytes | None:
+        """The request context. None where the request cannot be cached: its adapter's weights are not known for certain."""
+        if request.resumable:
+            return None
+        adapter = b""
+        if request.lora_request is not None:
+            digest = self._adapters.digest(request.lora_request.lora_int_id, request.lora_request.lora_path, request.lora_request.load_inplace)
+            if digest is None:
+                return None
+            adapter = digest
+        if self._generation:
+            adapter = blake2b(adapter + self._generation, digest_size=32).digest()
+        return request_context(adapter, request.cache_salt)
+
+    def match(self, request: Any, local: int) -> tuple[int | None, bool]:
+        """Tokens that can be loaded beyond the first `local`, and whether between steps. (None, False): ask later. No side effect on the engine."""
+        asked = self._requests.get(request.request_id)
+        if asked is None or asked.context is None or not self._loads_allowed or request.skip_reading_prefix_cache or not self._ready:
+            return 0, False
+        known = min(request.num_tokens - 1, len(request.block_hashes) * self._hash_tokens, *([asked.limit] if asked.limit is not None else []))
+        top = known - known % self._align
+        if top <= local:
+            return 0, False
+        assert self._lookup is not None
+        ticket = asked.ticket
+        if ticket is not None and ticket.start > local:  # the engine has evicted part of what it had
+            self._drop(asked)
+            ticket = None
+        if ticket is None:
+            hashes = [self._hashes(request, group, local // tokens, top // tokens) for group, tokens in enumerate(self._tokens)]
+            ticket = asked.ticket = Ticket(local, top, hashes, asked.context)
+            self._lookup.ask(ticket)
+        end = ticket.answer()
+        if end is None:
+            return None, False
+        asked.offer, found = local, min(end, top) - local
+        return (found, not self._sync) if found > 0 else (0, False)
+
+    def _hashes(self, request: Any, group: int, low: int, high: int) -> list[bytes]:
+        """Content hashes of kvtier blocks: each that of its last engine block."""
+        step = self._tokens[group] // self._hash_tokens
+        return [bytes(hash_) for hash_ in request.block_hashes[(low + 1) * step - 1 : high * step : step]]
+
+    def allocated(self, request: Any, table: tuple[list[int], ...], external: int) -> None:
+        """The engine has blocks for the request; `external` of its tokens are to be loaded into them."""
+        asked = self._requests.get(request.request_id)
+        if asked is None or asked.load is not None or asked.ticket is None:
+            return
+        ticket, low = asked.ticket, asked.offer
+        if ticket.failed:
+            self._stats.add("lookup_failures", 1, label(ticket.reason or "no answer"))
+        else:
+            self._stats.add("lookup_queried_blocks", (ticket.top - low) // self._align)
+        if not external:
+            self._drop(asked)
+            return
+        assert asked.context is not None
+        self._stats.add("lookup_hit_blocks", external // self._align)
+        self._stats.add("load_asked_blocks", external // self._align)
+        runs = []
+        for group, tokens in enumerate(self._tokens):
+            size = self._block_tokens[group]
+            wanted = [block if at >= low // size else 0 for at, block in enumerate(table[group][: (low + external) // size])]
+            first = low // tokens
+            per = self._settings.engine_blocks
+            entries = [wanted[at * per : (at + 1) * per] for at in range(first, (low + external) // tokens)]
+            while entries and not any(entries[0]):  # out of a sliding window
+                entries.pop(0)
+                first += 1
+            if entries:
+                runs.append(Run(group, self._hashes(request, group, first, first + len(entries)), entries))
+        self._next_id += 1
+        load = Load(self._next_id, request.request_id, asked.context, self._sync, self._all_or_nothing, runs)
+        world = self._config.parallel_config.tensor_parallel_size * self._config.parallel_config.pipeline_parallel_size
+        asked.load = (load, low, low + external, world)
+        asked.saved = [(low + external) // tokens for tokens in self._tokens]
+        self._loads[load.id] = asked
+        self._planned.append(load)
+        if self._sync:
+            self._unsure.add(load.id)
+
+    def finished(self, request: Any) -> None:
+        """The request is over, at whatever point it was."""
+        asked = self._requests.pop(request.request_id, None)
+        if asked is None:
+            return
+        if asked.load is not None:
+            load = asked.load[0]
+            self._loads.pop(load.id, None)
+            self._unsure.discard(load.id)
+            if load in self._planned and load.sync:
+                self._planned.remove(load)
+            else:
+                self._cancelled.append(load.id)  # an async load is reported as received all the same: the engine waits for that
+        self._drop(asked)
+
+    def _drop(self, asked: Asked) -> None:
+        if asked.ticket is not None and self._lookup is not None:
+            self._lookup.drop(asked.ticket)
+        asked.ticket = None
+
+    # -- steps
+
+    def plan(self, output: Any) -> Plan:
+        """What the workers do in this step."""
+        plan = Plan()
+        if not self._ready:
+            return plan
+        if self._description:
+            assert self._namespace is not None
+            plan.description, plan.ranges, self._description = self._description, self._namespace.ranges, b""
+        plan.loads, self._planned = self._planned, []
+        plan.cancelled, self._cancelled = self._cancelled, []
+        plan.fence = self._handed_out(output)
+        for load in plan.loads:
+            for run in load.runs:
+                plan.fence |= run.block_ids()
+        self._kept_back = [(asked, save) for asked, save in self._kept_back if not save.run.block_ids() & plan.fence]
+        if self._saves_allowed:
+            saves = self._saves(output)
+            if self._unsure:
+                self._kept_back += saves
+            else:
+                plan.saves = [save for _, save in self._kept_back + saves]
+                self._kept_back = []
+        return plan
+
+    def _handed_out(self, output: Any) -> set[int]:
+        """Engine blocks that get a new owner in this step: whatever they held is overwritten once it runs."""
+        fence: set[int] = set()
+        for new in output.scheduled_new_reqs:
+            for group, ids in enumerate(new.block_ids):
+                fence.update(ids[new.num_computed_tokens // self._block_tokens[group] :])
+        cached = output.scheduled_cached_reqs
+        for rid, computed, new_ids in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
+            for group, ids in enumerate(new_ids or ()):
+                fence.update(ids[computed // self._block_tokens[group] :] if rid in cached.resumed_req_ids else ids)
+        fence.discard(0)
+        return fence
+
+    def _saves(self, output: Any) -> list[tuple[Asked, Save]]:
+        """Blocks that are full after this step and were not planned before, local hits among them (what is stored already costs a question)."""
+        saves = []
+        cached = output.scheduled_cached_reqs
+        computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        for rid, new_tokens in output.num_scheduled_tokens.items():
+            asked = self._requests.get(rid)
+            if asked is None or asked.context is None or asked.tainted:
+                continue
+            if rid in cached.resumed_req_ids and asked.load is None:
+                asked.saved = [0] * len(self._tokens)
+            full = min(computed[rid] + new_tokens, asked.request.num_tokens, len(asked.request.block_hashes) * self._hash_tokens)
+            table = None
+            for group, tokens in enumerate(self._tokens):
+                low, high = asked.saved[group], full // tokens
+                if high <= low:
+                    continue
+                table = table or output.kv_connector_block_state.get_block_ids(rid)
+                save = self._save(asked, group, low, high, table[group])
+                asked.saved[group] = high
+                if save is not None:
+                    saves.append((asked, save))
+        return saves
+
+    def _save(self, asked: Asked, group: int, low: int, high: int, table: list[int]) -> Save | None:
+        per = self._settings.engine_blocks
+        run = Run(group)
+        for at, hash_ in enumerate(self._hashes(asked.request, group, low, high), low):
+            blocks = table[at * per : (at + 1) * per]
+            if all(blocks) and len(blocks) == per and (self._seen is None or self._seen.before(group, hash_)):
+                run.hashes.append(hash_)
+                run.blocks.append(blocks)
+        if not run.hashes:
+            return None
+        self._next_id += 1
+        save = Save(self._next_id, asked.context or b"", run)
+        if self._wants_events and len(run.hashes) == high - low:
+            parent = self._hashes(asked.request, group, low - 1, low)[0] if low else None
+            self._expected.add(save, asked.request, low * self._tokens[group], self._tokens[group], parent)
+        return save
+
+    # -- what came back
+
+    def learn(self, report: Report | None) -> None:
+        """The ranks' reports of one step."""
+        if report is None:
+            return
+        for id_, (ranks, blocks) in report.loads.items():
+            self._loaded(id_, ranks, blocks)
+        for id_, (ranks, blocks) in report.saves.items():
+            self._expected.stored(id_, ranks, blocks)
+
+    def _loaded(self, id_: int, ranks: int, good: int) -> None:
+        asked = self._loads.get(id_)
+        if asked is None or asked.load is None:
+            return
+        load, low, high, waiting = asked.load
+        total = sum(len(run.hashes) for run in load.runs)
+        if good < total:  # whatever the other ranks say, this request never asks for these again
+            bad = low if self._all_or_nothing else max(low, (high // self._align - total + good) * self._align)
+            asked.limit = bad if asked.limit is None else min(asked.limit, bad)
+        if waiting > ranks:
+            asked.load = (load, low, high, waiting - ranks)
+            return
+        served = (min(high, asked.limit) if asked.limit is not None else high) - low
+        served -= served % self._align
+        self._stats.add("load_served_blocks", served // self._align)
+        self._stats.add("load_failed_blocks", (high - low - served) // self._align)
+        self._stats.add("hit_tokens", served)
+        del self._loads[id_]
+        asked.load = None
+        self._drop(asked)
+        self._unsure.discard(id_)
+        if served < high - low:
+            asked.saved = [(low + served) // tokens for tokens in self._tokens]
+            if load.sync:
+                self._distrust(load.runs[0].block_ids(good))
+
+    def _distrust(self, bad: set[int]) -> None:
+        """A step has run on blocks that were not loaded. What it and later ones computed is not saved, and the engine must not share it: its
+        own cache has had the hashes of these blocks since they were allocated, and would keep them if the request were aborted now."""
+        self._kept_back = []
+        for rid, asked in self._requests.items():
+            asked.tainted = True
+            table = self._manager.get_block_ids(rid)[0] if self._manager is not None else []
+            first = next((at for at, block in enumerate(table) if block in bad), None)
+            if first is not None:
+                self._manager.evict_blocks(set(table[first:]))
+
+    # -- events, numbers, the end
+
+    def take_events(self) -> list[BlockStored]:
+        """Blocks that are stored on every rank since the last call."""
+        return self._expected.take() if self._wants_events and self._lookup is not None else []
+
+    def take_stats(self) -> KvtierStats | None:
+        """What was counted since the last call."""
+        stats, self._stats = self._stats, KvtierStats()
+        if self._lookup is not None and self._lookup.heart.changed():
+            stats.data["healthy:scheduler"] = int(self._lookup.heart.healthy)
+        mode = self._namespace.mode if self._namespace else "off" if self._off else ""
+        if mode != self._said_mode:
+            self._said_mode = mode
+            stats.data[f"mode:{mode}"] = 1
+        return None if stats.is_empty() else stats
+
+    def reset(self) -> bool:
+        """Nothing from before is served or added to any more: all that follows is under a context of this engine's own."""
+        self._generation = os.urandom(32)
+        for asked in self._requests.values():
+            self._drop(asked)
+            asked.context = None
+        self._kept_back, self._adapters = [], Adapters()
+        return True
+
+    def close(self) -> None:
+        """Ends the thread and the session."""
+        for asked in self._requests.values():
+            self._drop(asked)
+        if self._lookup is not None:
+            self._lookup.close()
+
+
+def _window(spec: Any) -> int | None:
+    """Tokens before the next one whose blocks a group keeps; None: all."""
+    if get_kv_cache_spec_sliding_window(spec) is None:
+        return None
+    one = next(iter(iter_layer_specs(spec)))
+    return int(one.sliding_window + one.extra_retained_tokens)

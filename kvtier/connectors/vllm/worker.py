@@ -1,0 +1,147 @@
+"""The worker's half: what this rank has loaded, and a mover for it once the scheduler half has sent the namespace. Before that nothing is saved,
+and every load fails at once. Called by one rank's model runner, from one thread."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from kvtier.client import Client
+from kvtier.connectors.jobs import Load
+from kvtier.connectors.mover import Mover
+from kvtier.connectors.ranks import refusal
+from kvtier.connectors.vllm.caches import Rank, inspect
+from kvtier.connectors.vllm.plan import Plan, Report
+from kvtier.connectors.vllm.settings import Settings
+from kvtier.connectors.vllm.stats import KvtierStats
+from kvtier.errors import KvtierError
+from kvtier.identity import parse_description
+
+log = logging.getLogger(__name__)
+
+
+class WorkerHalf:
+    """Everything that `KvtierConnector` does in role WORKER."""
+
+    def __init__(self, config: Any, kv_config: Any, settings: Settings, connect: Callable[[str], Client]) -> None:
+        self._config, self._kv_config, self._settings, self._connect = config, kv_config, settings, connect
+        tp, pp = config.parallel_config.tensor_parallel_size, config.parallel_config.pipeline_parallel_size
+        self._rank = (config.parallel_config.rank // tp % pp, config.parallel_config.rank % tp)
+        self._caches: Rank | None = None
+        self.handshake = refusal("no KV caches are registered")
+        self.mover: Mover | None = None
+        self._refused: list[Load] = []
+        self._bad: set[int] = set()
+        self._lock = threading.Lock()  # around what threads count and report
+        self._report = Report()
+        self._stats = KvtierStats()
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """The engine's caches; weights and scales are loaded by now. What cannot be kept becomes the handshake's reason."""
+        try:
+            self._caches = inspect(self._config, self._kv_config, kv_caches, self._rank[1])
+            self.handshake = self._caches.report()
+        except KvtierError as error:
+            self.handshake = refusal(str(error))
+
+    def _open(self, plan: Plan) -> None:
+        """The namespace has come. Where it does not fit the caches, this rank stays out."""
+        assert self._caches is not None
+        client = self._connect(self._settings.socket)
+        ns, ranges = client.register(parse_description(plan.description)), plan.ranges[self._rank]
+        try:
+            for group, part in zip(self._caches.groups, ranges, strict=True):
+                if group is not None and part is not None:
+                    group.bind(ns.extents(part))
+        except KvtierError as error:
+            log.error("kvtier is OFF on rank %s: %s", self._rank, error)
+            return
+        self.mover = Mover(client, ns, self._caches.groups, ranges, self._settings.save_bytes_per_second, self._count, self._stored)
+        atexit.register(self.mover.close)  # an engine inside this process may end without a word
+
+    def fence(self, plan: Plan) -> None:
+        """Before the step."""
+        if plan.description and self.mover is None:
+            self._open(plan)
+        if plan.fence and self.mover is not None:
+            self.mover.fence(plan.fence)
+
+    def start_loads(self, plan: Plan) -> None:
+        """Starts the step's loads, and waits for those that it needs."""
+        if self.mover is None:
+            self._refused += plan.loads
+            return
+        self.mover.load(plan.loads)
+        for id_ in plan.cancelled:
+            self.mover.cancel(id_)
+
+    def start_saves(self, plan: Plan) -> None:
+        """After the step: queues what it has filled."""
+        if self.mover is None or self._caches is None or not plan.saves:
+            return
+        ready = None
+        if self._caches.device.type == "cuda":
+            ready = torch.cuda.Event()
+            ready.record()
+        self.mover.save(plan.saves, ready)
+
+    def results(self) -> tuple[set[str], set[str]]:
+        """Requests whose loads between steps are over, and those of them that failed and have to be recomputed as a whole. Each once."""
+        over = [(load, 0, True) for load in self._refused]
+        self._refused = []
+        if self.mover is not None:
+            over += [(job.load, job.good, bool(job.reason)) for job in self.mover.finished()]
+        done, failed = set(), set()
+        for load, good, bad in over:
+            with self._lock:
+                self._report.loads[load.id] = (1, good)
+            if not load.sync:
+                done.add(load.request)
+            if bad and load.whole:
+                failed.add(load.request)
+            elif bad:
+                self._bad |= load.runs[0].block_ids(good)
+        return done, failed
+
+    def bad_blocks(self) -> set[int]:
+        """Engine blocks that were to be loaded and are not, since the last call."""
+        bad, self._bad = self._bad, set()
+        return bad
+
+    def take_report(self) -> Report | None:
+        """What became of loads and saves since the last call."""
+        with self._lock:
+            report, self._report = self._report, Report()
+        return report if report.loads or report.saves else None
+
+    def take_stats(self) -> KvtierStats | None:
+        """What was counted since the last call."""
+        with self._lock:
+            stats, self._stats = self._stats, KvtierStats()
+        if self.mover is not None and self.mover.heart.changed():
+            stats.data["healthy:worker"] = int(self.mover.heart.healthy)
+        return None if stats.is_empty() else stats
+
+    def drain(self) -> None:
+        """The engine is about to take its memory away."""
+        if self.mover is not None:
+            self.mover.drain(0.0)
+
+    def close(self) -> None:
+        """Saves what can be saved within two seconds and ends threads and session."""
+        if self.mover is not None:
+            self.mover.close()
+            atexit.unregister(self.mover.close)
+
+    def _count(self, name: str, value: float, label: str) -> None:
+        with self._lock:
+            self._stats.add(name, value, label)
+
+    def _stored(self, id_: int, blocks: int) -> None:
+        with self._lock:
+            self._report.saves[id_] = (1, blocks)
