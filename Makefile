@@ -16,7 +16,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 ARGS ?=
 TORCH_VERSION := 2.13.0
-BENCHES ?= ceilings planes
+BENCHES ?= ceilings planes scrape
 
 CORE := .venv/stamp
 TORCH := .venv-torch/stamp
@@ -35,7 +35,7 @@ define make-venv
 @$(1)/bin/python -m pip --version >/dev/null 2>&1 || { echo "making $(1) with $$("$(PYTHON)" --version)"; "$(PYTHON)" -m venv --clear $(1); }
 endef
 
-.PHONY: help demo test test-core test-torch test-full lint format bench proto venv venv-torch clean .venv/core .venv/torch
+.PHONY: help demo test test-core test-torch test-full fuzz lint format bench proto venv venv-torch clean .venv/core .venv/torch
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -54,6 +54,9 @@ test-torch: $(TORCH)
 test-full: $(CORE) $(TORCH) ## the tests and their long rounds
 	@$(PY) -m pytest -m "not torch and not gpu" $(ARGS)
 	@$(PYT) -m pytest -m "torch and not gpu" $(ARGS)
+
+fuzz: $(CORE) ## a million inputs against everything that reads strangers' bytes (some minutes)
+	@nice -n 10 $(PY) -m tests.fuzz --inputs 1000000 $(ARGS)
 
 lint: $(CORE) ## ruff, mypy --strict, import-linter
 	@$(PY) -m ruff check .

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.errors import Denied, Invalid
+from kvtier.frames import grpc_beside
 from kvtier.identity import check_text
 from kvtier.session import ADMIN, ROLES, WRITE, Peer
 
@@ -438,4 +439,4 @@ def default_socket() -> Path:
 
 def default_grpc(socket: Path) -> Path:
     """The gRPC socket beside the lane's, where a client that cannot map the arena looks for it: kvtier.sock has kvtier.sock.grpc."""
-    return socket.with_name(f"{socket.name}.grpc")
+    return Path(grpc_beside(str(socket)))
