@@ -55,8 +55,8 @@ class Journal:
         self.bytes = 0  # of the journal file that is written
         self.torn = 0  # frames that did not pass their check at `load`
 
-    def load(self) -> Iterator[tuple[int, str, bytes] | Records]:
-        """Everything in order: (number, tenant, description) of namespaces, and arrays of records. Then opens a journal for appends.
+    def load(self) -> Iterator[tuple[int, str, bytes] | bytes]:
+        """Everything in order: (number, tenant, description) of namespaces, and records as bytes. Then opens a journal for appends.
 
         Reads index files only, never data.
         """
@@ -131,7 +131,7 @@ class Journal:
         self.bytes = os.fstat(self._fd).st_size
         sync_directory(self._directory)
 
-    def _frames(self, path: Path, cut: bool = False) -> Iterator[tuple[int, str, bytes] | Records]:
+    def _frames(self, path: Path, cut: bool = False) -> Iterator[tuple[int, str, bytes] | bytes]:
         """The frames of a file up to its end or the first that is not whole; `cut` shortens the file to there."""
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -150,7 +150,7 @@ class Journal:
                 kind, body = frame
                 good += _FRAME.size + len(body)
                 if kind == _RECORDS:
-                    yield np.frombuffer(body, RECORD)
+                    yield body
                 elif kind == _NAMESPACE:
                     number, tenant_bytes = _NS.unpack_from(body)
                     at = _NS.size + tenant_bytes

@@ -260,40 +260,28 @@ class Ssd:
     def _replay(self, register: Register) -> Records:
         """The live records in the order they were put; namespaces become known on the way."""
         handles: dict[int, int] = {}
-        parts: list[Records] = []
-        forgotten = False
+        parts: list[bytes] = []
         for entry in self._journal.load():
-            if isinstance(entry, tuple):
-                number, tenant, description = entry
-                try:
-                    namespace = register(description, tenant)
-                except KvtierError as error:  # a description of a newer version: its blocks are unreadable, not dangerous
-                    log.warning("ssd: a namespace in %s is not understood: %s", self._directory, error)
-                    continue
-                handles[number] = namespace.handle
-                self._numbers[namespace.handle] = number
-                self._described[number] = (tenant, description)
-            else:
+            if isinstance(entry, bytes):
                 parts.append(entry)
-                forgotten = forgotten or bool((entry["kind"] == FORGET).any())
-        records = np.concatenate(parts) if parts else np.zeros(0, RECORD)
-        if forgotten or len(parts) > 1:
-            last: dict[bytes, int] = {}
-            put = (records["kind"] == PUT).tolist()
-            for i, key in enumerate(_keys(records)):
-                last.pop(key, None)
-                if put[i]:
-                    last[key] = i
-            records = records[np.fromiter(last.values(), np.int64, len(last))]
+                continue
+            number, tenant, description = entry
+            try:
+                namespace = register(description, tenant)
+            except KvtierError as error:  # a description of a newer version: its blocks are unreadable, not dangerous
+                log.warning("ssd: a namespace in %s is not understood: %s", self._directory, error)
+                continue
+            handles[number] = namespace.handle
+            self._numbers[namespace.handle] = number
+            self._described[number] = (tenant, description)
+        records = _latest(np.frombuffer(b"".join(parts), RECORD))
         known = np.isin(records["namespace"], np.fromiter(handles, np.uint32, len(handles)))
         records = records[known].copy()
         if len(records):
             table = np.zeros(max(handles) + 1, np.uint32)
             table[list(handles)] = list(handles.values())
             records["namespace"] = table[records["namespace"]]
-        # Two records on one slot: the later one wrote over the earlier.
-        _, at = np.unique(records["page"][::-1], return_index=True)
-        return records[np.sort(len(records) - 1 - at)]
+        return records
 
     def _restore(self, records: Records) -> None:
         ok = self._slabs.restore(records["page"].astype(np.uint32), records["slot"].astype(np.uint32))
@@ -497,6 +485,22 @@ class Ssd:
 def placed_rows(placed: list[tuple[int, int]]) -> list[int]:
     """Rows of what `_place` took."""
     return [row for _, row in placed]
+
+
+def _latest(records: Records) -> Records:
+    """What is left of puts and forgets: the last put of each key that was not forgotten after, and of each slot, in the order they were put."""
+    keys = _keys(records)
+    if (records["kind"] != PUT).any() or len(set(keys)) != len(keys):
+        last: dict[bytes, int] = {}
+        for i, (key, kind) in enumerate(zip(keys, records["kind"].tolist(), strict=True)):
+            last.pop(key, None)
+            if kind == PUT:
+                last[key] = i
+        records = records[np.fromiter(last.values(), np.int64, len(last))]
+    order = np.argsort(records["page"], kind="stable")
+    pages = records["page"][order]
+    final = np.append(pages[1:] != pages[:-1], True)[: len(pages)]  # of two on one slot the later has written over the earlier
+    return records if final.all() else records[np.sort(order[final])]
 
 
 def _keys(records: Records) -> list[bytes]:
