@@ -296,7 +296,7 @@ def _pidfd(sock: socket.socket, passed: array.array[int], pid: int) -> int | Non
         return int(fd)
     except OSError:
         pass
-    for fd in passed:
+    for fd in passed if pid else ():  # 0: a process of another pid namespace; all of these look alike here
         try:
             info = Path(f"/proc/self/fdinfo/{fd}").read_text()
         except OSError:

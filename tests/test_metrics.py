@@ -290,6 +290,27 @@ def test_the_limbo_and_reservation_gauges_follow_what_is_held(daemon: Watched) -
     until(lambda: value(daemon.scrape(), "kvtier_limbo_bytes") == 0, "the last view is gone")
 
 
+def test_no_secret_reaches_a_log_line() -> None:
+    """Salts, contexts, hashes and session ids pass by; lines about limbo and drops name tenants, pids and digests of descriptions."""
+    salt = "a-very-secret-salt"
+    context = request_context(None, salt)
+    with Watched() as daemon:
+        client = daemon.client()
+        ns = client.register(description())
+        put(client, ns, range(8), context=context)
+        with client.lease(ns, hashes(range(8)), context=context, deadline=5.0) as blocks, Raw(daemon.socket) as raw:
+            assert len(blocks) == 8
+            sessions = [raw.session, client._connection._attachment.session]  # type: ignore[union-attr]
+            client.close()
+            until(lambda: "session in limbo" in daemon.log.read_text(), "the log tells of limbo")
+        with daemon.client() as admin:
+            admin.drop(ns.digest.hex())
+        log = daemon.log.read_text()
+    assert "namespace dropped" in log and ns.digest.hex()[:16] in log
+    for secret in (salt, context.hex(), content_hash(3).hex(), *(session.hex() for session in sessions)):
+        assert secret not in log
+
+
 # --- health
 
 
