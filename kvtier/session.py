@@ -71,6 +71,7 @@ class Session:
         reservation, offsets = self._store.reserve(self._account, namespace, resolved, context, keys, hashes)
         if not reservation.open:  # everything is present: nothing to seal
             with self._lock:
+                self._check_unused(id_)
                 self._remember(id_, len(keys))
             return offsets
         try:
@@ -107,6 +108,7 @@ class Session:
         rows, offsets, stop = self._store.lease(self._account, keys)
         if not rows:
             with self._lock:
+                self._check_unused(id_)
                 self._remember(id_)
             return offsets, stop
         held: list[int | None] = list(rows)

@@ -20,7 +20,7 @@ from kvtier.identity import NO_CONTEXT, Description, derive_keys
 from kvtier.layout import HEADER_BYTES, Range
 from kvtier.session import WRITE, Peer, Session, Sessions
 from kvtier.store import PRESENT, Store
-from tests.daemon import body, content_hash, description, die_with_parent
+from tests.daemon import body, content_hash, description
 
 KiB, MiB = 1024, 1 << 20
 
@@ -65,8 +65,8 @@ class Inside:
         finally:
             self.sessions.close()
             for child in self._children:
-                child.kill()
-                child.wait()
+                with child:
+                    child.kill()
             self.arena.close()
 
     def check(self) -> None:
@@ -82,7 +82,7 @@ class Inside:
 
     def process(self) -> subprocess.Popen[bytes]:
         """A process that only lives."""
-        child = subprocess.Popen(["sleep", "1000"], preexec_fn=die_with_parent)
+        child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)  # reads until this process is gone, however it goes
         self._children.append(child)
         return child
 
