@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from kvtier.daemon.config import Listen
+from kvtier.daemon.values import Listen
 from kvtier.daemon.logs import fields
 from kvtier.errors import Unavailable
 

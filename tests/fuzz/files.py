@@ -15,8 +15,9 @@ import numpy as np
 from kvtier import artifact
 from kvtier.access import Tokens, issue
 from kvtier.block import HEADER_BYTES, header_template, headers, parse_header, verify
-from kvtier.daemon.config import Listen, from_values, parse_toml
+from kvtier.daemon.config import from_values, parse_toml
 from kvtier.daemon.endpoint import Endpoint, Page
+from kvtier.daemon.values import Listen
 from kvtier.errors import Invalid, Lost, Unauthenticated
 from kvtier.identity import CHAIN, Description, HashScheme, diff, parse_description
 from kvtier.layout import Range, attention, opaque
