@@ -1,0 +1,97 @@
+"""Copy blocks that are FP8 already out of an engine's pages, codes and scales as they are: into the block's bytes, nothing is quantized twice.
+
+Two users: a page whose native slot holds restored FP8 ("dual", by its flag), saved again verbatim; and an FP8 engine's own cache ("passthrough"),
+whose static scales are repeated per head in the block. There codes at the top (0x7E, 0xFE) are counted as clipped: more cannot be known of a value that
+somebody else quantized. NaN codes (0x7F, 0xFF) count as nonfinite. One program per engine block, head and part; runs on the current stream.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kvtier_kernels import paged, settings
+from kvtier_kernels.paged import SCALES, Side
+from kvtier_kernels.plan import CODES_AT, DATA_AT, FIELDS, INDEX, SCALE_TYPES, SCALES_AT, SLOT_SCALES_AT, Plan, Sort, token_rows
+
+_FIELDS, _CODES_AT, _SLOT_SCALES_AT = tl.constexpr(FIELDS), tl.constexpr(CODES_AT), tl.constexpr(SLOT_SCALES_AT)
+_DATA_AT, _SCALES_AT, _INDEX = tl.constexpr(DATA_AT), tl.constexpr(SCALES_AT), tl.constexpr(INDEX)
+_CHANNEL_ROWS = tl.constexpr(paged.CHANNEL_ROWS)
+
+
+@triton.jit
+def _gather(
+    side, bodies, body_scales, clipped, nonfinite, pages, flags, table, pitch, scale_pitch, head_stride, scale_head_stride,
+    SCALES: tl.constexpr, PER_BLOCK: tl.constexpr, FLAGGED: tl.constexpr, TOPS: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr,
+    PAGE: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, HEADS: tl.constexpr, INDICES: tl.constexpr,
+):  # fmt: skip
+    """One engine block of one head and part. SCALES as in `paged`; PER_BLOCK: each engine block has its own, else the block has one."""
+    one, row, head = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    block, e = one // BLOCKS, one % BLOCKS
+    first = e * TOKENS
+    page_of = pages + block * (BLOCKS * TOKENS // PAGE)
+    page = tl.load(page_of + first // PAGE).to(tl.int64)
+    if FLAGGED:
+        if tl.load(flags + page) == 0:
+            return  # native: quantized by `quantize`
+    entry = table + row * _FIELDS
+    d = tl.arange(0, WIDE)
+    source = side.codes.start + tl.multiple_of(tl.load(entry + _CODES_AT), 16) + head * side.codes.head
+    slot_scales = side.scales.start + tl.load(entry + _SLOT_SCALES_AT) + head * side.scales.head
+    data = bodies + block * pitch + head * head_stride + tl.multiple_of(tl.load(entry + _DATA_AT), 16)
+    scales = body_scales + block * scale_pitch + head * scale_head_stride + tl.load(entry + _SCALES_AT)
+    if SCALES == 1:
+        scale = tl.load(slot_scales + page * side.scales.page)
+        tl.store(scales + (e if PER_BLOCK else 0), scale.to(scales.dtype.element_ty))
+    elif SCALES == 3:
+        each: tl.constexpr = WIDTH // _CHANNEL_ROWS
+        scale = tl.load(slot_scales + page * side.scales.page + (d // each) * side.scales.token + d % each, mask=d < WIDTH, other=0.0)
+        tl.store(scales + e * WIDTH + d, scale.to(scales.dtype.element_ty), mask=d < WIDTH)
+    clips = tl.zeros([TILE], tl.int32)
+    odd = tl.zeros([TILE], tl.int32)
+    for at in range(0, TOKENS, TILE):
+        t = at + tl.arange(0, TILE)
+        live = t < TOKENS
+        inside = live[:, None] & (d < WIDTH)[None, :]
+        codes = tl.load(source + token_rows(page_of, first + t, live, side.codes, PAGE)[:, None] + d[None, :], mask=inside, other=0)
+        tl.store(data + (first + t)[:, None] * WIDTH + d[None, :], codes, mask=inside)
+        if SCALES == 2:
+            spot = tl.load(page_of + (first + t) // PAGE, mask=live, other=0).to(tl.int64) * side.scales.page
+            scale = tl.load(slot_scales + spot + ((first + t) % PAGE) * side.scales.token, mask=live, other=0.0)
+            tl.store(scales + first + t, scale.to(scales.dtype.element_ty), mask=live)
+        odd += tl.sum(((codes & 0x7F) == 0x7F).to(tl.int32), axis=1)
+        if TOPS:
+            clips += tl.sum(((codes & 0x7F) == 0x7E).to(tl.int32), axis=1)
+    count = (one * INDICES + tl.load(entry + _INDEX)) * HEADS + head
+    tl.store(nonfinite + count, tl.sum(odd, axis=0))
+    if TOPS:
+        tl.store(clipped + count, tl.sum(clips, axis=0))
+
+
+def gather(plan: Plan, pages: torch.Tensor, bodies: torch.Tensor, nonfinite: torch.Tensor, clipped: torch.Tensor | None = None) -> None:
+    """Writes the bodies of blocks whose pages hold FP8; pages whose flag says native are left out, as are native parts.
+
+    pages and bodies as in `quantize`; padding is not written: give zeroed bodies, or call `quantize` first, which does. nonfinite and clipped:
+    int32 [blocks * engine blocks, layers, parts, heads], of which the entries of gathered parts are set; codes at the top are counted if `clipped` is given.
+    """
+    blocks = plan.check(pages, bodies)
+    for sort in plan.sorts:
+        if sort.part.native or sort.first.codes is None or not blocks:
+            continue
+        _launch(plan, sort, pages, bodies, nonfinite, clipped, blocks)
+
+
+def _launch(
+    plan: Plan, sort: Sort, pages: torch.Tensor, bodies: torch.Tensor, nonfinite: torch.Tensor, clipped: torch.Tensor | None, blocks: int
+) -> None:
+    part, scales = sort.part, bodies.view(SCALE_TYPES[sort.part.scale_dtype])
+    stride, wide = plan.extents.head_stride, triton.next_power_of_2(part.width)
+    tune = settings.copying(plan.tokens, wide)
+    _gather[(blocks * plan.engine_blocks, sort.rows, plan.heads)](
+        Side(*sort.first.side(False)), bodies, scales, nonfinite if clipped is None else clipped, nonfinite, pages,
+        pages if plan.flags is None else plan.flags, sort.table, bodies.stride(0), scales.stride(0), stride, stride // scales.element_size(),
+        SCALES=SCALES[part.granularity], PER_BLOCK=part.granularity == "block-head", FLAGGED=plan.flags is not None, TOPS=clipped is not None,
+        TOKENS=plan.tokens, BLOCKS=plan.engine_blocks, PAGE=plan.page, WIDTH=part.width, WIDE=wide, TILE=tune.tile, HEADS=plan.heads,
+        INDICES=plan.layers * plan.parts, num_warps=tune.warps,
+    )  # fmt: skip

@@ -1,0 +1,204 @@
+"""Quantize blocks as they leave: gather pages, scale, round to e4m3fn, count, and write the block's bytes, in one pass over the KV.
+
+    amax  = max |x| of the finite x under one scale           scale = min(max(amax * f32(1/448), 2^-64), 2^119), or given
+    code  = e4m3fn(clamp(x * (1 / scale), -448, 448))         one true division a scale, one multiplication an element
+    counts per block, layer, part and head: finite x with |x / scale| > 464 (clipped), NaN and Inf (nonfinite), amax over the finite x
+
+Codes, scales and counts equal `reference.quantize` bit for bit. Small scales (bf16) are rounded to nearest even before 1 / scale is taken, so what is
+stored is what was used. A program owns one engine block of one head and part; nothing is atomic. Native parts (excluded layers) are copied and
+counted the same way. Padding is written too: equal KV makes equal bytes. Runs on the current stream; returns at once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kvtier.errors import Invalid
+from kvtier.layout import STATIC
+from kvtier_kernels import fp8, reference, settings
+from kvtier_kernels.fp8 import encode
+from kvtier_kernels.gather import gather
+from kvtier_kernels.paged import Side
+from kvtier_kernels.plan import DATA_AT, FIELDS, INDEX, NATIVE_AT, PAD_AT, PAD_BYTES, SCALE_TYPES, SCALES_AT, Plan, Sort, token_rows
+
+_FIELDS, _NATIVE_AT, _DATA_AT, _SCALES_AT = tl.constexpr(FIELDS), tl.constexpr(NATIVE_AT), tl.constexpr(DATA_AT), tl.constexpr(SCALES_AT)
+_PAD_AT, _PAD_BYTES, _INDEX = tl.constexpr(PAD_AT), tl.constexpr(PAD_BYTES), tl.constexpr(INDEX)
+_CLIP, _FP8_MAX = tl.constexpr(reference.CLIP), fp8.FP8_MAX
+_MIN_SCALE, _MAX_SCALE = tl.constexpr(reference.MIN_SCALE), tl.constexpr(reference.MAX_SCALE)
+_RECIPROCAL = tl.constexpr(reference.RECIPROCAL)
+_F32_MAX = tl.constexpr(3.4028234663852886e38)
+# Granularities inside the kernel: none (native), given, one an engine block, one a token, one a channel.
+KIND = {"none": 0, "tensor": 1, "head": 1, "block-head": 2, "token-head": 3, "channel": 4}
+
+
+class Seen(NamedTuple):
+    """What a launch saw, [blocks, layers, parts, heads] on the device: clipped and nonfinite are int32 element counts, amax f32 over finite elements.
+
+    A block with a non-finite value must not be sealed. Pages that were FP8 already count their NaN codes as nonfinite, nothing else.
+    """
+
+    clipped: torch.Tensor
+    nonfinite: torch.Tensor
+    amax: torch.Tensor
+
+
+@triton.jit
+def _load(source, page_of, first, at, rows, d, TOKENS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """Elements [TILE, .] of the tokens from `at` of the engine block that starts at token `first` of its block; zeros outside."""
+    t = at + tl.arange(0, TILE)
+    live = t < TOKENS
+    offsets = token_rows(page_of, first + t, live, rows, PAGE)
+    return tl.load(source + offsets[:, None] + d[None, :], mask=live[:, None] & (d < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def _magnitude(x):
+    """|x| of the finite elements, 0 for the others: what amax is taken over."""
+    a = tl.abs(x.to(tl.float32))
+    return tl.where(a <= _F32_MAX, a, 0.0)
+
+
+@triton.jit
+def _widen(amax, x, KIND: tl.constexpr):
+    """amax of one scale each, grown by the elements of a tile."""
+    if KIND == 2:
+        return tl.maximum(amax, tl.max(tl.max(_magnitude(x), axis=1), axis=0))
+    elif KIND == 4:
+        return tl.maximum(amax, tl.max(_magnitude(x), axis=0))
+    else:
+        return amax
+
+
+@triton.jit
+def _scale(amax, SMALL: tl.constexpr):
+    scale = tl.minimum(tl.maximum(amax * _RECIPROCAL, _MIN_SCALE), _MAX_SCALE)
+    return scale.to(tl.bfloat16).to(tl.float32) if SMALL else scale
+
+
+@triton.jit
+def _quantize(
+    side, bodies, body_scales, body_bytes, statics, clipped, nonfinite, amaxes, pages, flags, table, pitch, scale_pitch, byte_pitch,
+    head_stride, scale_head_stride, byte_head_stride,
+    KIND: tl.constexpr, SMALL: tl.constexpr, BITS: tl.constexpr, FLAGGED: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr,
+    PAGE: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, HEADS: tl.constexpr, INDICES: tl.constexpr,
+):  # fmt: skip
+    """One engine block of one head and part. The three body pointers are one memory as codes (or native elements), scales and bytes."""
+    one, row, head = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    block, e = one // BLOCKS, one % BLOCKS
+    first = e * TOKENS
+    page_of = pages + block * (BLOCKS * TOKENS // PAGE)
+    if FLAGGED:
+        if tl.load(flags + tl.load(page_of + first // PAGE)) != 0:
+            return  # holds FP8 already: gathered as it is
+    entry = table + row * _FIELDS
+    d = tl.arange(0, WIDE)
+    source = side.native.start + tl.multiple_of(tl.load(entry + _NATIVE_AT), 8) + head * side.native.head
+    data = bodies + block * pitch + head * head_stride + tl.multiple_of(tl.load(entry + _DATA_AT), 8 if KIND == 0 else 16)
+    scales = body_scales + block * scale_pitch + head * scale_head_stride + tl.load(entry + _SCALES_AT)
+    index = tl.load(entry + _INDEX)
+    x = _load(source, page_of, first, 0, side.native, d, TOKENS, WIDTH, PAGE, TILE)
+    inverse = 1.0
+    if KIND == 1:
+        scale = tl.load(statics + index * HEADS + head)
+        inverse = tl.div_rn(1.0, scale)
+        tl.store(scales, scale, mask=e == 0)
+    elif KIND == 2 or KIND == 4:
+        amax = tl.zeros([WIDE], tl.float32) if KIND == 4 else 0.0
+        amax = _widen(amax, x, KIND)
+        for at in range(TILE, TOKENS, TILE):
+            amax = _widen(amax, _load(source, page_of, first, at, side.native, d, TOKENS, WIDTH, PAGE, TILE), KIND)
+        scale = _scale(amax, SMALL)
+        inverse = tl.div_rn(1.0, scale)
+        if KIND == 2:
+            tl.store(scales + e, scale.to(scales.dtype.element_ty))
+        else:
+            tl.store(scales + e * WIDTH + d, scale.to(scales.dtype.element_ty), mask=d < WIDTH)
+    clips = tl.zeros([TILE], tl.int32)
+    odd = tl.zeros([TILE], tl.int32)
+    tops = tl.zeros([TILE], tl.float32)
+    for at in range(0, TOKENS, TILE):
+        if TOKENS > TILE:
+            x = _load(source, page_of, first, at, side.native, d, TOKENS, WIDTH, PAGE, TILE)
+        t = at + tl.arange(0, TILE)
+        target = data + (first + t)[:, None] * WIDTH + d[None, :]
+        inside = (t < TOKENS)[:, None] & (d < WIDTH)[None, :]
+        wide = x.to(tl.float32)
+        finite = tl.abs(wide) <= _F32_MAX
+        most = tl.max(_magnitude(wide), axis=1)
+        tops = tl.maximum(tops, most)
+        odd += tl.sum(1 - finite.to(tl.int32), axis=1)
+        if KIND == 0:
+            tl.store(target, x, mask=inside)
+        else:
+            if KIND == 3:
+                scale = _scale(most, SMALL)
+                tl.store(scales + first + t, scale.to(scales.dtype.element_ty), mask=t < TOKENS)
+                y = wide * tl.div_rn(tl.full([TILE], 1.0, tl.float32), scale)[:, None]
+            elif KIND == 4:
+                y = wide * inverse[None, :]
+            else:
+                y = wide * inverse
+            clips += tl.sum(((tl.abs(y) > _CLIP) & finite).to(tl.int32), axis=1)
+            tl.store(target, encode(y, wide, BITS), mask=inside)
+    count = (one * INDICES + index) * HEADS + head
+    tl.store(clipped + count, tl.sum(clips, axis=0))
+    tl.store(nonfinite + count, tl.sum(odd, axis=0))
+    tl.store(amaxes + count, tl.max(tops, axis=0))
+    at = tl.arange(0, 16)
+    padding = body_bytes + block * byte_pitch + head * byte_head_stride + tl.load(entry + _PAD_AT)
+    tl.store(padding + at, tl.zeros([16], tl.uint8), mask=at < tl.where(e == 0, tl.load(entry + _PAD_BYTES), 0))
+
+
+def quantize(plan: Plan, pages: torch.Tensor, bodies: torch.Tensor, statics: torch.Tensor | None = None) -> Seen:
+    """Writes the bodies of blocks from the engine's pages: one launch per sort of parts, for all layers, heads and blocks.
+
+    pages     int32 or int64 [blocks, pages of a block]: each block's pages in the order of its tokens; every id must be valid
+    bodies    uint8 [blocks, >= body_bytes], on multiples of 16 bytes; everything but what lies behind body_bytes is overwritten
+    statics   f32 [layers, 2, heads]: the scales of parts of granularity "tensor" or "head" (other entries are not read), else None
+
+    A page whose flag says FP8 is copied as it is, codes and scales, and never quantized again; the pages of one engine block agree in their flag.
+    Static scales are not checked here: they must be within the codec's bounds, as `reference` and the artifact check. Raises Invalid for shapes.
+    """
+    blocks = plan.check(pages, bodies)
+    if statics is not None and (statics.shape != (plan.layers, plan.parts, plan.heads) or statics.dtype != torch.float32):
+        raise Invalid(f"statics must be f32 of shape {(plan.layers, plan.parts, plan.heads)}, not {statics.dtype} of {tuple(statics.shape)}")
+    if statics is None and any(sort.part.granularity in STATIC for sort in plan.sorts):
+        raise Invalid("parts of static granularity need their scales")
+    shape = (blocks * plan.engine_blocks, plan.layers, plan.parts, plan.heads)
+    clipped, nonfinite = (torch.zeros(shape, dtype=torch.int32, device=plan.device) for _ in range(2))
+    seen = Seen(clipped, nonfinite, torch.zeros(shape, dtype=torch.float32, device=plan.device))
+    for sort in plan.sorts:
+        if sort.first.native is None:
+            raise Invalid("an FP8 cache has nothing to quantize: gather it")
+        if blocks:
+            _launch(plan, sort, pages, bodies, statics, seen, blocks)
+    if plan.flags is not None and blocks:
+        gather(plan, pages, bodies, nonfinite=seen.nonfinite)
+    if plan.engine_blocks == 1:
+        return seen
+    apart = [x.unflatten(0, (blocks, plan.engine_blocks)) for x in seen]
+    return Seen(apart[0].sum(1, dtype=torch.int32), apart[1].sum(1, dtype=torch.int32), apart[2].amax(1))
+
+
+def _launch(plan: Plan, sort: Sort, pages: torch.Tensor, bodies: torch.Tensor, statics: torch.Tensor | None, seen: Seen, blocks: int) -> None:
+    part = sort.part
+    native = sort.first.native
+    assert native is not None
+    data = bodies.view(native.dtype) if part.native else bodies
+    scales = bodies if part.native else bodies.view(SCALE_TYPES[part.scale_dtype])
+    stride, wide = plan.extents.head_stride, triton.next_power_of_2(part.width)
+    tune = settings.copying(plan.tokens, wide)
+    # An excluded layer is native whatever the flags say of its page.
+    flags = None if part.native or sort.first.codes is None else plan.flags
+    _quantize[(blocks * plan.engine_blocks, sort.rows, plan.heads)](
+        Side(*sort.first.side(False)), data, scales, bodies, seen.amax if statics is None else statics, seen.clipped, seen.nonfinite, seen.amax, pages,
+        pages if flags is None else flags, sort.table, data.stride(0), scales.stride(0), bodies.stride(0),
+        stride // data.element_size(), stride // scales.element_size(), stride,
+        KIND=KIND[part.granularity], SMALL=part.scale_dtype == "bf16", BITS=not settings.knows_e4m3(plan.device), FLAGGED=flags is not None,
+        TOKENS=plan.tokens, BLOCKS=plan.engine_blocks, PAGE=plan.page, WIDTH=part.width, WIDE=wide, TILE=tune.tile, HEADS=plan.heads,
+        INDICES=plan.layers * plan.parts, num_warps=tune.warps, enable_fp_fusion=False,
+    )  # fmt: skip

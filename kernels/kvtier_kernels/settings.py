@@ -1,0 +1,99 @@
+"""Launch settings: one default per kernel and head dim, looked up, never searched at run time, so that nothing stalls and graphs can be captured.
+
+Every default compiles without spills, with 16-byte loads and within shared memory for sm_80, sm_89, sm_90 and sm_100 on Triton 3.6.0 and 3.9.0:
+`kernels/tools/aot_check.py` compiles exactly what the launchers would and docs/kernels.md keeps its table. An exception stands beside its evidence.
+None of them has been timed on a GPU yet. Pure functions, but for `assume`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from kvtier.errors import Invalid
+from kvtier_kernels.paged import WIDTHS
+
+_assumed: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """tile: tokens of one step; rows: rows of queries of one program (prefill); warps and stages as Triton means them."""
+
+    tile: int
+    warps: int
+    stages: int = 2
+    rows: int = 0
+
+
+@contextmanager
+def assume(capability: tuple[int, int]) -> Iterator[None]:
+    """Lets launchers behave as on a GPU of this compute capability, for compilation without one. Not for threads."""
+    global _assumed
+    before, _assumed = _assumed, capability
+    try:
+        yield
+    finally:
+        _assumed = before
+
+
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """Compute capability; None on a CPU, where Triton's interpreter runs."""
+    if _assumed is not None:
+        return _assumed
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def knows_e4m3(device: torch.device) -> bool:
+    """Whether Triton has the type for this device. Below sm_89 it refuses it ("supported fp8 dtypes are fp8e4b15, fp8e5"): bit forms are used."""
+    found = capability(device)
+    return found is None or found >= (8, 9)
+
+
+def copying(tokens: int, wide: int) -> Tuning:
+    """For quantize, gather, restore and expand: `tokens` of an engine block, `wide` the width rounded up to a power of two.
+
+    8,192 elements are 64 a thread, so that an engine block of up to 64 tokens of width 128 is read once and stays in registers.
+    """
+    whole = 1 << (tokens - 1).bit_length()
+    return Tuning(min(whole, 8192 // wide), 4)
+
+
+def decode(width: int, page: int, channel: bool) -> Tuning:
+    """For `attention.decode`. Channel scales differ from page to page, so a step then stays within one."""
+    tile = {64: 64, 96: 32, 128: 32, 192: 16, 256: 16}[width]
+    return Tuning(min(tile, page) if channel else tile, 4, 2)
+
+
+def prefill(width: int, page: int, channel: bool, dots: str) -> Tuning:
+    """For `prefill.prefill`; `dots` as there."""
+    tile = {64: 64, 96: 32, 128: 32, 192: 32, 256: 32}[width]
+    return Tuning(min(tile, page) if channel else tile, 8, 2, 128)
+
+
+def splits(device: torch.device, programs: int, tiles: int) -> int:
+    """Into how many parts decode cuts the keys: enough for two programs a multiprocessor, at most one a tile and 64 (what `merge` reads at once)."""
+    if capability(device) is None:
+        return max(1, min(4, tiles))
+    wanted = -(-2 * multiprocessors(device) // max(1, programs))
+    return max(1, min(64, tiles, wanted))
+
+
+def multiprocessors(device: torch.device) -> int:
+    """132 where a GPU is only assumed."""
+    return 132 if _assumed is not None else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def check_width(width: int) -> None:
+    """Raises Invalid for a head dim that no kernel was checked for."""
+    if width not in WIDTHS:
+        raise Invalid(f"head dim must be one of {WIDTHS}, not {width}")
+
+
+def warn(message: str) -> None:
+    """A warning that a person should see once."""
+    warnings.warn(message, RuntimeWarning, stacklevel=3)

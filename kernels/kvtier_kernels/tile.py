@@ -1,0 +1,119 @@
+"""One step of attention over a tile of paged K and V: what decode and prefill share. Formulas, for queries of one KV head and the tile's tokens t:
+
+    s_t  = scale * (q . k_t) * K scale of t              "channel" K scales: q is multiplied by them instead, once a page
+    s_t  = cap * tanh(s_t / cap)                         with a soft cap
+    s_t  = -Inf                                          where the query must not see t
+    p_t  = exp(s_t - max so far)                         all earlier sums decay by exp(old max - new max)
+    acc += sum_t p_t * V scale of t * v_t                "channel" V scales: the tile's sum is multiplied by them instead
+
+K and V are read as they lie, by the flag of their page, and upcast to fp16 in registers; never more than a tile of them exists. Weights are kept in
+fp16 as p * (V scale / largest V scale so far) * 2^15, so that neither small scales nor long tails fall out of fp16; the accumulator's unit follows.
+Logarithms are to base 2 inside. Every load of K, V or a scale is masked by what is visible at all, so unused slots may hold anything. Called in kernels only.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvtier_kernels import paged
+from kvtier_kernels.fp8 import FP8_MAX, decode, to_fp16
+
+NATIVE, FP8, MIXED = tl.constexpr(paged.NATIVE), tl.constexpr(paged.FP8), tl.constexpr(paged.MIXED)
+_CHANNEL_ROWS = tl.constexpr(paged.CHANNEL_ROWS)
+LOG2E = tl.constexpr(1.4426950408889634)
+WEIGHT = tl.constexpr(32768.0)  # 2^15: weights of 1 to 2^-29 are normal fp16 numbers
+UNIT = tl.constexpr(2.0**-64)  # the accumulator's first unit: the smallest scale there is
+UNDO = tl.constexpr(1.0 / 448.0)  # of the largest code
+NONE = tl.constexpr(float("-inf"))
+
+
+@triton.jit
+def offsets(rows, page, within, head, TILE: tl.constexpr):
+    """Offsets [TILE] of the rows `within` each of the pages [n]. The reshape loses what is known of alignment; without the hint, which
+    `paged.Plane` guarantees, every load becomes one of single bytes."""
+    starts = page * rows.page + head * rows.head
+    return tl.multiple_of(tl.reshape(starts[:, None] + (within * rows.token)[None, :], [TILE]), 16)
+
+
+@triton.jit
+def spread(of_page, within, TILE: tl.constexpr):
+    """A value of each page [n], for each of the tile's tokens [TILE]."""
+    return tl.reshape(of_page[:, None] + within[None, :] * 0, [TILE])
+
+
+@triton.jit
+def elements(side, page, within, head, live, restored, d, WIDTH: tl.constexpr, TILE: tl.constexpr, FORM: tl.constexpr):
+    """K or V [TILE, d] as fp16, without scales (a native cache in its own format); zeros where not `live`. restored [TILE]: FP8 by the page's flag."""
+    wide = (d < WIDTH)[None, :]
+    if FORM == FP8:
+        at = offsets(side.codes, page, within, head, TILE)
+        x = decode(tl.load(side.codes.start + at[:, None] + d[None, :], mask=live[:, None] & wide, other=0.0))
+    elif FORM == NATIVE:
+        at = offsets(side.native, page, within, head, TILE)
+        x = tl.load(side.native.start + at[:, None] + d[None, :], mask=live[:, None] & wide, other=0.0)
+    else:  # two loads under complementary masks: masked lanes cost no traffic, and unlike a branch they can be pipelined
+        at = offsets(side.codes, page, within, head, TILE)
+        codes = tl.load(side.codes.start + at[:, None] + d[None, :], mask=(live & restored)[:, None] & wide, other=0.0)
+        at = offsets(side.native, page, within, head, TILE)
+        plain = tl.load(side.native.start + at[:, None] + d[None, :], mask=(live & (restored == 0))[:, None] & wide, other=0.0)
+        x = tl.where(restored[:, None], decode(codes), to_fp16(plain))
+    return x
+
+
+@triton.jit
+def token_scales(side, page, within, head, live, restored, TILE: tl.constexpr, SCALES: tl.constexpr, FORM: tl.constexpr):
+    """Scale of each token [TILE], f32: 1 where the page is native, 0 or 1 where not `live`."""
+    if FORM == NATIVE or SCALES == 3:
+        return tl.where(live, 1.0, 0.0)
+    else:
+        read = live & restored if FORM == MIXED else live
+        rows = side.scales
+        starts = page * rows.page + head * rows.head
+        step = rows.token if SCALES == 2 else 0
+        at = tl.reshape(starts[:, None] + (within * step)[None, :], [TILE])
+        return tl.load(rows.start + at, mask=read, other=1.0).to(tl.float32)
+
+
+@triton.jit
+def channel_scales(side, page, head, read, d, WIDTH: tl.constexpr):
+    """Scales of the channels [d] of the one page a tile lies in; 1 where `read` is false, 0 beyond WIDTH."""
+    each: tl.constexpr = WIDTH // _CHANNEL_ROWS
+    start = tl.sum(page, axis=0) * side.scales.page + head * side.scales.head
+    scale = tl.load(side.scales.start + start + (d // each) * side.scales.token + d % each, mask=d < tl.where(read, WIDTH, 0), other=1.0)
+    return tl.where(d < WIDTH, scale.to(tl.float32), 0.0)
+
+
+@triton.jit
+def rounded(x):
+    """Rows of f32 as e4m3fn by the largest of each row, and the factor that undoes it: queries and weights of FP8 dots."""
+    top = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-30)
+    return (x * ((1.0 / top) * FP8_MAX)[:, None]).to(tl.float8e4nv), top * UNDO
+
+
+@triton.jit
+def softmax(s, visible, top, total, CAP, CAPPED: tl.constexpr):
+    """One step of the running softmax of logits s, to base 2: weights, decay of earlier sums, new maximum and new total."""
+    if CAPPED:  # cap * tanh(s / cap); CAP comes in the same base
+        s = CAP * (1.0 - 2.0 / (tl.exp2(s * (2.0 * LOG2E / CAP)) + 1.0))
+    s = tl.where(visible, s, NONE)  # replaces what unused slots gave, NaN too
+    higher = tl.maximum(top, tl.max(s, axis=1))
+    shift = tl.where(higher == NONE, 0.0, higher)
+    p = tl.exp2(s - shift[:, None])
+    decay = tl.exp2(top - shift)
+    return p, decay, higher, total * decay + tl.sum(p, axis=1)
+
+
+@triton.jit
+def finish(acc, top, total, unit, sink, SINKS: tl.constexpr):
+    """Output rows and natural log-sum-exp. A sink is one more logit, of no value. A query that saw nothing: 0 and -Inf, or the sink alone."""
+    if SINKS:
+        higher = tl.maximum(top, sink * LOG2E)
+        shrink = tl.exp2(top - higher)
+        total = total * shrink + tl.exp2(sink * LOG2E - higher)
+        acc = acc * shrink[:, None]
+        top = higher
+    live = total > 0
+    output = acc * (unit / tl.where(live, total, 1.0))[:, None]
+    lse = tl.where(live, (tl.where(live, top, 0.0) + tl.log2(tl.where(live, total, 1.0))) / LOG2E, NONE)
+    return output, lse
