@@ -15,6 +15,7 @@ import mmap
 import os
 import threading
 import weakref
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -136,7 +137,8 @@ class Mapping:
         finally:
             os.close(fd)
         self.nbytes = nbytes
-        region = type("Region", (ctypes.c_ubyte * nbytes,), {}).from_address(self.address)
+        kind: Any = type("Region", (ctypes.c_ubyte * nbytes,), {})  # a class of our own: its objects may have finalizers
+        region = kind.from_address(self.address)
         weakref.finalize(region, _libc.munmap, self.address, nbytes).atexit = False  # with the last view
         self.array: npt.NDArray[np.uint8] = np.frombuffer(region, np.uint8)
         advise(self.array, 0, nbytes, _MADV_DONTFORK)

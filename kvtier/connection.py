@@ -97,7 +97,7 @@ class _Socket:
         request = next(self._requests)
         try:
             self.sock.sendall(frames.pack(verb, request, int(deadline * 1000), body))
-            status, answered, _, reply = frames.receive(self.sock, self._buffer.view, deadline)
+            status, answered, _, reply = self._buffer.receive(self.sock, deadline)
         except (BlockingIOError, TimeoutError, frames.Idle):
             raise Deadline(f"no answer within {deadline * 1000:g} ms") from None
         except (OSError, frames.Closed, KvtierError) as error:
@@ -107,7 +107,7 @@ class _Socket:
         if status:
             raise _Answered(from_code(status, bytes(reply).decode(errors="replace")))
         answer = bytes(reply)
-        self._buffer.shrink(reply)
+        self._buffer.done()
         return answer
 
     def close(self) -> None:

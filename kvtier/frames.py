@@ -12,17 +12,19 @@ from __future__ import annotations
 import mmap
 import socket
 import struct
+import threading
 import time
+from collections.abc import Callable
 from enum import IntEnum
 
-from kvtier.errors import Invalid
+from kvtier.errors import Full, Invalid
 
 HEADER = struct.Struct("<HBBIQQ")
 MAGIC, VERSION = 0x764B, 1
 MAX_HELLO = 4096
 MAX_BODY = 1 << 20
 CHUNK = 2 << 20  # bytes of a piece of a block where blocks are copied: gRPC streams are at their best above 1 MiB, and its default limit is 4
-_KEPT = 1 << 16  # bytes of a buffer that stay in memory between frames
+SMALL = 72 * 1024  # bytes of a frame that stay in memory between frames: 1,024 hashes of 64 bytes
 _TIMEVAL = struct.Struct("ll")
 
 
@@ -76,16 +78,38 @@ def pack(kind: int, request: int, extra: int, body: bytes) -> bytes:
 
 
 class Buffer:
-    """Room for one frame of the largest size, of which only what frames have filled is in memory: many sockets are mostly idle."""
+    """Room for one frame of the largest size, of which only what frames have filled is in memory: many sockets are mostly idle.
 
-    def __init__(self) -> None:
+    Of the large frames only as many are in memory at a time as `gate` has places, if there is one; more wait for their turn.
+    """
+
+    def __init__(self, gate: threading.Semaphore | None = None) -> None:
         self._map = mmap.mmap(-1, HEADER.size + MAX_BODY, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.view = memoryview(self._map)
+        self._view = memoryview(self._map)
+        self._small = self._view[:SMALL]
+        self._gate = gate
+        self._large = self._inside = False
 
-    def shrink(self, body: memoryview) -> None:
-        """Gives the memory of a large frame back, once its body is done with."""
-        if len(body) > _KEPT:
+    def receive(self, sock: socket.socket, within: float) -> tuple[int, int, int, memoryview]:
+        """`receive` into this buffer. Raises Full as well, if a large frame had no turn `within` seconds. `done` must follow, also after an error."""
+        return continue_receive(sock, self._view, _first(sock, self._small), within, self._enter)
+
+    def done(self) -> None:
+        """The body is done with: gives the memory of a large frame back, and its place."""
+        if self._large:
+            self._large = False
             self._map.madvise(mmap.MADV_DONTNEED)
+        if self._inside and self._gate is not None:
+            self._inside = False
+            self._gate.release()
+
+    def _enter(self, end: int, within: float) -> None:
+        if end > SMALL:
+            self._large = True
+            if self._gate is not None:
+                if not self._gate.acquire(timeout=within):
+                    raise Full("full, retry: too many large messages at once")
+                self._inside = True
 
 
 def receive(sock: socket.socket, buffer: memoryview, within: float) -> tuple[int, int, int, memoryview]:
@@ -94,17 +118,23 @@ def receive(sock: socket.socket, buffer: memoryview, within: float) -> tuple[int
     Raises Closed or Idle between frames; TimeoutError if a frame that has begun is not whole `within` seconds; ConnectionError if the peer
     goes away inside one; Invalid for a wrong magic or version, a frame larger than the buffer or bytes after the frame.
     """
+    return continue_receive(sock, buffer, _first(sock, buffer), within)
+
+
+def _first(sock: socket.socket, buffer: memoryview) -> int:
     try:
         have = sock.recv_into(buffer)
     except BlockingIOError:
         raise Idle from None
     if not have:
         raise Closed
-    return continue_receive(sock, buffer, have, within)
+    return have
 
 
-def continue_receive(sock: socket.socket, buffer: memoryview, have: int, within: float) -> tuple[int, int, int, memoryview]:
-    """The rest of `receive` for a frame whose first `have` bytes are in the buffer."""
+def continue_receive(
+    sock: socket.socket, buffer: memoryview, have: int, within: float, enter: Callable[[int, float], None] | None = None
+) -> tuple[int, int, int, memoryview]:
+    """The rest of `receive` for a frame whose first `have` bytes are in the buffer. `enter` hears how long it is before its rest is received."""
     until = 0.0
     if have < HEADER.size:
         until = time.monotonic() + within
@@ -116,6 +146,8 @@ def continue_receive(sock: socket.socket, buffer: memoryview, have: int, within:
     if end > len(buffer):
         raise Invalid(f"a frame with a body of {length} bytes; the limit is {len(buffer) - HEADER.size}")
     if have < end:
+        if enter is not None:
+            enter(end, within)
         have = _receive_until(sock, buffer, have, end, until or time.monotonic() + within)
     if have > end:
         raise Invalid("bytes after the frame: one call at a time on a socket")

@@ -35,6 +35,7 @@ PROTOCOL = 1
 PATIENCE = 2.0  # seconds
 MAX_STRANGERS = 64  # sockets that have not said a valid hello
 MAX_SOCKETS = 2048
+MAX_LARGE = 8  # frames above `frames.SMALL` that are in memory at once
 _SO_PEERPIDFD = 77
 _STACK_BYTES = 512 * 1024
 
@@ -56,6 +57,7 @@ class Lane:
         self._strangers = 0
         self._refused = 0
         self._closing = False
+        self._large = threading.Semaphore(MAX_LARGE)
         self._meters: dict[int, Series] = {verb: service.meters.series("lane", verb.name.lower()) for verb in Verb}
         self._unknown = service.meters.series("lane", "unknown")
         self._guard = Guard(path)
@@ -155,7 +157,7 @@ class Lane:
         except (OSError, frames.Closed, frames.Idle):
             pass  # the peer is gone, or said nothing
         except KvtierError as error:
-            self._meters[Verb.HELLO].add(time.perf_counter() - began, error.code, 0, 0)
+            (self._meters[Verb.HELLO] if stranger else self._unknown).add(time.perf_counter() - began, error.code, 0, 0)
             _refuse(sock, error, self._service.boot)
         except Exception:
             log.exception("lane socket failed")
@@ -229,27 +231,29 @@ class Lane:
         return request, message
 
     def _calls(self, sock: socket.socket, session: Session) -> None:
-        buffer = frames.Buffer()
-        view, boot = buffer.view, self._service.boot
-        while True:
-            try:
-                verb, request, _, body = frames.receive(sock, view, PATIENCE)
-            except frames.Idle:
-                continue
-            except frames.Closed:
-                return
-            began = time.perf_counter()
-            status, reply, undo = self._answer(session, verb, body)
-            series = self._meters.get(verb, self._unknown)
-            series.add(time.perf_counter() - began, status, frames.HEADER.size + len(body), frames.HEADER.size + len(reply))
-            try:
-                sock.sendall(frames.pack(status, request, boot, reply))
-            except OSError:
-                if undo:
-                    session.undo(undo)
-                return
-            del reply  # an idle socket keeps nothing of its last call
-            buffer.shrink(body)
+        buffer, boot = frames.Buffer(self._large), self._service.boot
+        try:
+            while True:
+                try:
+                    verb, request, _, body = buffer.receive(sock, PATIENCE)
+                except frames.Idle:
+                    continue
+                except frames.Closed:
+                    return
+                began = time.perf_counter()
+                status, reply, undo = self._answer(session, verb, body)
+                series = self._meters.get(verb, self._unknown)
+                series.add(time.perf_counter() - began, status, frames.HEADER.size + len(body), frames.HEADER.size + len(reply))
+                buffer.done()
+                try:
+                    sock.sendall(frames.pack(status, request, boot, reply))
+                except OSError:
+                    if undo:
+                        session.undo(undo)
+                    return
+                del reply  # an idle socket keeps nothing of its last call
+        finally:
+            buffer.done()
 
     def _answer(self, session: Session, verb: int, body: memoryview) -> tuple[int, bytes, int]:
         """Serves one call: (status, body of the answer, id to take back if the answer cannot be delivered, or 0)."""

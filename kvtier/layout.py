@@ -251,7 +251,7 @@ class Layout:
         return cls(tuple(_group_from_json(group) for group in items(groups, "layout.groups")))
 
 
-@lru_cache(maxsize=64)  # up to 300 KiB each
+@lru_cache(maxsize=16)  # up to 300 KiB each; who needs more keeps them
 def _extents(layout: Layout, group_index: int, layer_lo: int, layer_hi: int, head_lo: int, head_hi: int) -> Extents:
     group = layout.groups[group_index]
     position = 0

@@ -29,7 +29,7 @@ from google.protobuf.message import Message
 
 from kvtier import frames
 from kvtier.client import WHOLE, Client, Registered
-from kvtier.errors import from_code
+from kvtier.errors import KvtierError, from_code
 from kvtier.frames import Verb
 from kvtier.identity import CHAIN, Description, HashScheme
 from kvtier.layout import Layout, opaque
@@ -89,12 +89,23 @@ def is_body(view: np.ndarray[Any, Any], n: int) -> bool:
 
 
 class Patient(Client):
-    """The client library with deadlines that no busy machine misses: for tests that ask what the answer is, not how soon it comes."""
+    """The client library with deadlines that no busy machine misses: for tests that ask what the answer is, not how soon it comes.
+
+    Connects at once: a daemon has to be there.
+    """
 
     def __init__(self, address: str) -> None:
         super().__init__(address)
+        until(self._attached, f"the daemon at {address} answers")
         for name in ("lookup", "lookup_runs", "lease", "get", "fill", "put", "delete", "prefetch", "flush", "status", "explain"):
             setattr(self, name, functools.partial(getattr(self, name), deadline=PATIENCE))
+
+    def _attached(self) -> bool:
+        try:
+            self.status()
+        except KvtierError:
+            return False
+        return True
 
 
 def put(client: Client, ns: Registered, numbers: Sequence[int], **options: Any) -> int:
