@@ -192,6 +192,11 @@ def context_field(context: bytes) -> bytes:
     return b"" if context == NO_CONTEXT else context
 
 
+def waiting(deadline: float) -> int:
+    """Milliseconds that the daemon may wait for a lower tier, so that its answer still comes within the deadline."""
+    return max(1, int(deadline * 800))
+
+
 def range_fields(ns: Registered, range_: Range) -> dict[str, Any]:
     """A range as the fields of Keys and Run."""
     group, layer_lo, layer_hi, head_lo, head_hi = ns.resolve(range_)[0]

@@ -108,7 +108,11 @@ class Channel:
     def download(self, raw: bytes, deadline: float) -> Iterator[Iterator[bytes]]:
         """A get: one message out, an iterator over those that come. Leaving ends the call. Errors inside become KvtierError."""
         self._prove(deadline)
-        stream = self._named(lambda: self._open().get(raw, timeout=deadline, metadata=self._metadata))
+        wire = self._open()
+        try:
+            stream = wire.get(raw, timeout=deadline, metadata=self._metadata)
+        except ValueError:
+            raise Unavailable("the client is closed") from None
         try:
             yield self._messages(stream)
         finally:

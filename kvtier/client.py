@@ -43,6 +43,7 @@ from kvtier.calls import (
     count,
     range_fields,
     split,
+    waiting,
 )
 from kvtier.connection import Unmappable
 from kvtier.errors import Invalid, KvtierError, Unavailable
@@ -292,6 +293,8 @@ class Client:
         try:
             for part in split(ns, hashes):
                 request = pb.Keys(context=context_field(context), hashes=part, **range_fields(ns, range_))
+                if verb == Verb.FLUSH:
+                    request.wait_ms = waiting(deadline)
                 reply = self._ask(pb.Count, ns, verb, request, deadline)
                 total += reply.n
                 reason = STOPS.get(reply.stop, "")

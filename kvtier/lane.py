@@ -85,7 +85,8 @@ class Lane:
             self._closing = True
             sockets = list(self._sockets)
         self._listener.shutdown(socket.SHUT_RDWR)
-        self._acceptor.join(PATIENCE)
+        if self._acceptor.ident is not None:
+            self._acceptor.join(PATIENCE)
         self._listener.close()
         for sock in sockets:
             try:

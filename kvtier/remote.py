@@ -39,6 +39,7 @@ from kvtier.calls import (
     join,
     range_fields,
     split,
+    waiting,
 )
 from kvtier.channel import Channel
 from kvtier.errors import Invalid, KvtierError, Lost, Stale, Unavailable
@@ -229,7 +230,9 @@ class Remote:
     def _get(self, which: _Which, until: float, known: _Known) -> tuple[list[Block], int, str]:
         """One call: (the blocks that passed their check, why there are not more, what was wrong with the first that did not pass)."""
         nbytes = which.ns.extents(which.range_).block_bytes
-        with self.channel.download(which.keys(known).SerializeToString(), _left(until)) as messages:
+        request, left = which.keys(known), _left(until)
+        request.wait_ms = waiting(left)
+        with self.channel.download(request.SerializeToString(), left) as messages:
             blocks, trailer = _receive(messages, nbytes, len(which.hashes) // which.ns.hash_bytes)
         resolved = which.ns.resolve(which.range_)[0]
         keys = derive_keys(known.namespace, resolved, which.context, which.hashes, which.ns.hash_bytes)
