@@ -24,6 +24,7 @@ class Counters:
 
     lookup_keys: int = 0
     lookup_hits: int = 0
+    lookup_warm: int = 0  # of these, leading ones in the arena
     lookup_misses: int = 0  # lookups that ended at a key that is not known: one key each, whatever came behind it
     lease_keys: int = 0
     leased_blocks: int = 0

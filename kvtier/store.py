@@ -227,6 +227,7 @@ class Store:
         with self._lock:
             self.counters.lookup_keys += len(keys)
             self.counters.lookup_hits += known
+            self.counters.lookup_warm += warm
             self.counters.lookup_misses += known < len(keys)
         return known, warm
 

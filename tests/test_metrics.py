@@ -7,6 +7,7 @@ import re
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -96,12 +97,12 @@ def test_labels_are_few_and_hold_nothing_of_a_caller(daemon: Watched) -> None:
     for secret in (salt, "secret-model", request_context(None, salt).hex(), content_hash(1).hex(), content_hash(1).hex()[:16]):
         assert secret not in text
     allowed = {
-        "tier": r"cpu",
+        "tier": r"cpu|lower|ssd",
         "namespace": r"[0-9a-f]{16}|other",
         "transport": r"lane|grpc",
         "verb": r"[a-z]+",
         "kind": "|".join(KINDS.values()),
-        "reason": r"absent|behind|miss|cold|cap",
+        "reason": r"absent|behind|miss|cold|cap|lost|failed|refused",
         "le": r"[0-9.e+-]+|\+Inf",
         "version": r"[0-9.]+",
         "python": r"[0-9.]+",
@@ -301,6 +302,31 @@ def test_no_secret_reaches_a_log_line() -> None:
     assert "namespace dropped" in log and ns.digest.hex()[:16] in log
     for secret in (salt, context.hex(), content_hash(3).hex(), *(session.hex() for session in sessions)):
         assert secret not in log
+
+
+def test_a_lower_tier_shows_under_its_own_label(tmp_path: Path) -> None:
+    """With an SSD below: blocks of each tier by namespace, what is only below counts as a hit of the lower tiers, and what came up again."""
+    with Watched("--ssd", f"path={tmp_path},size=64MiB") as daemon, daemon.client() as client:
+        ns = client.register(description(1000))
+        name = ns.digest.hex()[:16]
+        put(client, ns, range(8))
+        assert client.flush(ns, hashes(range(8)), deadline=20.0) == 8
+        samples = daemon.scrape()
+        for tier in ("cpu", "ssd"):
+            assert value(samples, "kvtier_blocks", tier=tier, namespace=name) == 8
+        assert value(samples, "kvtier_settled_blocks_total") == 8 and value(samples, "kvtier_settle_queue_blocks") == 0
+        assert 0 < value(samples, "kvtier_tier_used_bytes", tier="ssd") <= value(samples, "kvtier_tier_capacity_bytes", tier="ssd")
+        assert value(samples, "kvtier_tier_degraded", tier="ssd") == 0
+    with Watched("--ssd", f"path={tmp_path},size=64MiB") as daemon, daemon.client() as client:
+        ns = client.register(description(1000))
+        assert client.lookup(ns, hashes(range(10)), deadline=5.0) == 8
+        samples = daemon.scrape()
+        assert value(samples, "kvtier_lookup_hits_total", tier="lower") == 8 and value(samples, "kvtier_lookup_hits_total", tier="cpu") == 0
+        assert client.prefetch(ns, hashes(range(8))) == 8
+        until(lambda: len(client.get(ns, hashes(range(8)))) == 8, "they come up")
+        samples = daemon.scrape()
+        assert value(samples, "kvtier_promoted_blocks_total") == 8 and value(samples, "kvtier_blocks", tier="cpu", namespace=name) == 8
+        assert value(samples, "kvtier_promotion_failures_total", reason="lost") == 0
 
 
 def test_bodies_are_not_looked_at() -> None:

@@ -55,6 +55,7 @@ STATUS = {
     "grpc_cut_total": "gRPC calls ended because they stood still or took too long",
     "lookup_keys_total": "keys asked for by lookups",
     "lookup_hits_total": "leading keys that were known",
+    "lookup_warm_total": "of these, leading ones in the arena",
     "lookup_misses_total": "lookups that ended at an unknown key",
     "lease_keys_total": "keys asked for by leases and gets",
     "leased_blocks_total": "blocks they were given",

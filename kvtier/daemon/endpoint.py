@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from kvtier.daemon.values import Listen
 from kvtier.daemon.logs import fields
+from kvtier.daemon.values import Listen
 from kvtier.errors import Unavailable
 
 MAX_REQUEST = 8192

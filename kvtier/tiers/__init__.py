@@ -50,6 +50,9 @@ class Tier(Protocol):
     def handles(self) -> set[int]:
         """Handles of the namespaces whose blocks it holds."""
 
+    def blocks_by_namespace(self) -> dict[int, tuple[int, int]]:
+        """{handle: (blocks, their bytes)}; empty where the tier cannot know. No I/O."""
+
     def gauges(self) -> dict[str, int]:
         """Numbers for operators: blocks, bytes, capacity, degraded (0 or 1), and counters ending in _total."""
 
