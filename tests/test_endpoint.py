@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,12 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.access import issue
 from kvtier.daemon import metrics
 from kvtier.daemon.config import Config
 from kvtier.daemon.endpoint import MAX_CONNECTIONS, Endpoint, Page, parse_request
 from kvtier.daemon.lifecycle import Daemon as Life
 from kvtier.daemon.values import Listen
 from tests.daemon import Daemon, MiB, until
+from tests.doors import pki, write_private
 from tests.test_metrics import Watched, fetch, free_port
 
 
@@ -174,3 +178,32 @@ def test_a_daemon_says_nothing_over_tcp_unless_it_is_told(tmp_path: Path) -> Non
             for line in Path(f"/proc/{daemon.pid}/net/{table}").read_text().splitlines()[1:]
         }
         assert not inodes & listening
+
+
+def test_off_loopback_the_pages_are_locked(tmp_path: Path) -> None:
+    """TLS with the daemon's certificate; `/metrics` for bearers of a token, health for everyone who speaks TLS; plain text hears nothing."""
+    port = free_port()
+    secret, line = issue("prometheus", "ops", "read")
+    tokens = write_private(tmp_path / "tokens", line + "\n")
+    cert, key = pki().server
+    arguments = ["--grpc", "off", "--metrics", f"0.0.0.0:{port}", "--token-file", str(tokens), "--tls-cert", str(cert), "--tls-key", str(key)]
+    trusting = ssl.create_default_context(cafile=str(pki().good.ca))
+
+    def ask(path: str, **headers: str) -> tuple[int, str]:
+        connection = http.client.HTTPSConnection("localhost", port, timeout=20, context=trusting)
+        try:
+            connection.request("GET", path, headers=headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+        finally:
+            connection.close()
+
+    with Daemon(8 * MiB, *arguments) as daemon:
+        assert ask("/live") == (200, "live\n") and ask("/ready") == (200, "ready\n")
+        assert ask("/metrics")[0] == ask("/metrics", Authorization=f"Bearer {'0' * 64}")[0] == 401
+        status, text = ask("/metrics", Authorization=f"Bearer {secret}")
+        assert status == 200 and "kvtier_ready 1.0" in text and secret not in text
+        with pytest.raises((OSError, http.client.HTTPException)):
+            fetch(port, "/live")
+        assert ask("/live")[0] == 200
+        assert secret not in daemon.log.read_text()
