@@ -4,7 +4,7 @@ Codec 1, bit for bit. Every kernel must equal `quantize` in codes, scales and co
 
     x       the input, upcast exactly (bf16, fp16) or taken as it is (f32)
     amax    largest |x| of the *finite* elements under one scale; 0 if there is none
-    scale   given (static), or min(max(amax * f32(1/448), 2^-64), 2^119)
+    scale   given (static), or min(max(amax * f32(1/448), 2^-64), 2^119); small scales (bf16) are rounded to nearest even here, before they are used
     y       x * (1 / scale): one division per scale, one multiplication per element
     code    NaN -> 0x7F; else e4m3fn(min(max(y, -448), 448)), to nearest even, subnormals kept, -0 and negative underflow -> 0x80
 
@@ -59,12 +59,21 @@ class Quantized(NamedTuple):
     counts: Counts
 
 
-def quantize(x: torch.Tensor, granularity: str, scales: torch.Tensor | None = None, *, engine_blocks: int = 1, dtype: str = "e4m3fn") -> Quantized:
+def quantize(
+    x: torch.Tensor,
+    granularity: str,
+    scales: torch.Tensor | None = None,
+    *,
+    engine_blocks: int = 1,
+    dtype: str = "e4m3fn",
+    scale_dtype: str = "fp32",
+) -> Quantized:
     """K or V [heads, tokens, width] of one block as FP8 by the rules of the module.
 
     granularity   "tensor", "head": static, `scales` given (f32, [1] or [heads]; repeated per head in the result)
                   "block-head", "token-head", "channel": amax of one engine block of a head, of one token of a head, of one channel of an engine block
     engine_blocks engine blocks in `tokens`; matters to "block-head" and "channel"
+    scale_dtype   "fp32", or "bf16" for scales that come from the block: what is returned, in f32, is exact in it. fp16 cannot hold the bounds
 
     Raises Invalid for another number format, shape or dtype, and for static scales that are not finite, not positive or out of bounds.
     """
@@ -72,6 +81,8 @@ def quantize(x: torch.Tensor, granularity: str, scales: torch.Tensor | None = No
         raise Invalid(f"kvtier writes e4m3fn only, not {dtype}: the formats share bytes but not their meaning")
     if x.dim() != 3 or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise Invalid(f"quantize takes f32, bf16 or fp16 of shape [heads, tokens, width], not {x.dtype} of shape {tuple(x.shape)}")
+    if scale_dtype != "fp32" and (scale_dtype != "bf16" or granularity not in DYNAMIC):
+        raise Invalid(f"scales of granularity {granularity} are not kept in {scale_dtype}: fp32, or bf16 where they come from the block")
     heads, tokens, width = x.shape
     _check_blocks(tokens, engine_blocks)
     x = x.float().reshape(heads, engine_blocks, tokens // engine_blocks, width)
@@ -84,6 +95,8 @@ def quantize(x: torch.Tensor, granularity: str, scales: torch.Tensor | None = No
             raise Invalid(f"scales of granularity {granularity} come from the block and cannot be given")
         over = {"block-head": (2, 3), "token-head": (3,), "channel": (2,)}[granularity]
         scales = scale_from_amax(magnitude.amax(dim=over)).reshape(heads, -1)
+        if scale_dtype == "bf16":
+            scales = scales.bfloat16().float()
     else:
         raise Invalid(f"granularity must be one of {sorted(STATIC | DYNAMIC)}, not {granularity!r}")
     y = x * _spread(1.0 / scales, granularity, engine_blocks, tokens, width)
