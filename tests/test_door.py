@@ -1,21 +1,30 @@
-"""The public door: what it says to strangers, to clients that vanish, to sizes at its limits, and how long it is gone after a kill -9.
+"""The public door: clients that vanish or stand still, sizes at its limits, a daemon that dies and comes back, bytes that change on their way.
 
-All against real daemons; TCP is loopback.
+Against real daemons, but where patience must be shortened: then a door in this process over a store of its own. TCP is loopback.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 import xxhash
 
 from kvtier import door, rpc, underway
+from kvtier.client import Client
 from kvtier.daemon.config import Listen
 from kvtier.frames import CHUNK
 from kvtier.layout import HEADER_BYTES
@@ -23,7 +32,7 @@ from kvtier.service import Service
 from kvtier.session import WRITE
 from kvtier.session import Peer as PeerOf
 from kvtier.v1 import kvtier_pb2 as pb
-from tests.daemon import Daemon, MiB, Peer, body, description, hashes, is_body, put, until
+from tests.daemon import ROOT, Daemon, KiB, MiB, Peer, body, description, hashes, is_body, put, until
 from tests.doors import Doors, Knock, ends, method
 from tests.inside import Inside
 
@@ -309,3 +318,286 @@ def test_a_handle_of_another_life_is_stale(doors: Doors) -> None:
         for boot, code in ((known.boot, CODE.OK), (0, CODE.INVALID_ARGUMENT), (known.boot ^ 2, CODE.FAILED_PRECONDITION)):
             request = pb.LookupRequest(handle=known.handle, boot=boot, run=[run])
             assert knock.code(method("Lookup"), request.SerializeToString())[0] is code
+
+
+# A daemon that comes and goes
+
+
+def test_puts_recover_after_a_kill_with_one_client_all_along() -> None:
+    """KVB-11 a, scaled: puts at 50 a second, kill -9, a while without a daemon, start on the same port.
+
+    Nothing succeeds in between, every call keeps its deadline, attempts to connect stay few, and puts succeed again within 5 s.
+    """
+    with Doors() as daemon, daemon.way("tcp") as client:
+        ns = client.register(description(4096))
+        done: list[tuple[float, float, int, str]] = []  # began, took, stored, reason
+        stop = threading.Event()
+
+        def loop() -> None:
+            n = 0
+            while not stop.wait(0.02):
+                n += 1
+                began = time.monotonic()
+                answer = client.put(ns, hashes([n]), [body(n, 4096)], deadline=0.5)
+                done.append((began, time.monotonic() - began, int(answer), answer.reason))
+
+        looping = threading.Thread(target=loop)
+        looping.start()
+        try:
+            until(lambda: len(done) > 20, "puts run")
+            daemon.kill()
+            dead = time.monotonic()
+            attempts = closing_listener(daemon.port, 1.5)
+            starting = time.monotonic()
+            daemon.start()
+            started = time.monotonic()
+            until(lambda: any(began > started and stored for began, _, stored, _ in done), "puts succeed again", 5)
+        finally:
+            stop.set()
+            looping.join(30)
+        assert all(stored == 1 for began, took, stored, _ in done if began + took < dead - 0.1)
+        between = [(took, stored, reason) for began, took, stored, reason in done if dead < began and began + took < starting]
+        assert len(between) > 10
+        assert all(took < 5 and stored == 0 and reason for took, stored, reason in between)
+        assert 1 <= attempts <= 12  # pauses of 0.1 s that grow to 1 s, with jitter
+
+
+def closing_listener(port: int, seconds: float) -> int:
+    """Listens in the daemon's place and hangs up on everyone: how many came."""
+    came = 0
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+        listener.listen(64)
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            listener.settimeout(left)
+            try:
+                sock, _ = listener.accept()
+            except TimeoutError:
+                break
+            came += 1
+            sock.close()
+    return came
+
+
+def test_the_pings_of_our_client_agree_with_the_door() -> None:
+    """KVB-11 b, the settings: what we send is never more often than what the door suffers, whatever the interval."""
+    for ping in (rpc.PING, 1.0):
+        client, server = dict(rpc.client_options(ping)), dict(rpc.server_options(ping))
+        assert client["grpc.keepalive_time_ms"] >= 2 * server["grpc.http2.min_ping_interval_without_data_ms"]
+        assert client["grpc.keepalive_permit_without_calls"] == server["grpc.keepalive_permit_without_calls"] == 1
+        assert client["grpc.http2.max_pings_without_data"] == 0
+        assert client["grpc.max_receive_message_length"] >= server["grpc.max_send_message_length"] > CHUNK
+        assert server["grpc.max_receive_message_length"] >= client["grpc.max_send_message_length"] > CHUNK
+
+
+def test_an_idle_connection_is_pinged_and_stays(tmp_path: Path) -> None:
+    """KVB-11 b, live, with pings each second (gRPC's client sends none more often): idle while five are sent, then a get.
+
+    The third ping that comes too soon ends a connection: the control is a door that suffers one only every two seconds.
+    """
+    ping = 1.0
+    with Inside() as inside:
+        service = Service(inside.store, inside.sessions)
+        made = {
+            name: door.Door(service, [Listen(tmp_path / name)], unix_peer=PeerOf("local", WRITE), ping=expected)
+            for name, expected in (("agreed", ping), ("strict", 6 * ping))
+        }
+        states: dict[str, list[grpc.ChannelConnectivity]] = {name: [] for name in made}
+        knocks = {name: Knock(f"unix:{tmp_path / name}", options=rpc.client_options(ping)) for name in made}
+        try:
+            for name, knock in knocks.items():
+                made[name].start()
+                knock.unary(method("Status"))
+                knock.channel.subscribe(states[name].append, try_to_connect=False)
+                knock.unary(method("Status"))
+            time.sleep(5.5 * ping)
+            known = knocks["agreed"].register(description(4096).canonical)
+            keys = pb.Keys(handle=known.handle, boot=known.boot, layer_hi=1, head_hi=1, hashes=hashes([1]))
+            assert knocks["agreed"].code(method("Get"), keys.SerializeToString(), streaming=True) == (CODE.OK, "")
+            until(lambda: set(states["strict"]) - {grpc.ChannelConnectivity.READY}, "the control is sent away", 10)
+            assert set(states["agreed"]) == {grpc.ChannelConnectivity.READY}
+        finally:
+            for knock in knocks.values():
+                knock.channel.close()
+            for one in made.values():
+                one.close()
+
+
+# A lane that cannot be mapped
+
+
+_NO_ROOM = """
+import logging, resource
+logging.basicConfig(level=logging.WARNING)
+client = Client(ADDRESS)
+ns = client.register(description(4096))
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), resource.RLIM_INFINITY))  # an arena of 4 GiB does not fit
+put(client, ns, range(4), deadline=10)
+with client.lease(ns, hashes(range(5))) as blocks:
+    seen = [is_body(view, n) for n, view in enumerate(blocks)]
+say([seen, client._remote is not None, client.status()["sessions"]])
+hear()
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+client._lane_again = 0.0  # what a minute would do
+got = client.get(ns, hashes(range(4)))
+say([[is_body(one, n) for n, one in enumerate(got)], client._remote is not None])
+client.close()
+"""
+
+
+def test_a_lane_that_cannot_be_mapped_gives_way_to_grpc_and_is_tried_again() -> None:
+    with Daemon(f"{4 * 1024}MiB") as daemon, Peer(_NO_ROOM, daemon) as peer:
+        seen, remote, _ = peer.hear()
+        assert seen == [True] * 4 and remote
+        seen, remote = peer.ask("room again")
+        assert seen == [True] * 4 and not remote
+    # the sparse arena of the daemon goes with it
+
+
+# Bytes that change on their way
+
+
+class Tampering:
+    """A TCP relay that flips one bit in the first run of 64 equal bytes that comes from the daemon while `armed`. A context manager."""
+
+    def __init__(self, port: int) -> None:
+        self.armed = threading.Event()
+        self.flipped = 0
+        self._port = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._sockets: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept)]
+
+    def __enter__(self) -> Tampering:
+        self._threads[0].start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for sock in self._sockets:
+            try:
+                sock.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass  # closed already
+        for thread in self._threads:
+            thread.join(10)
+        for sock in self._sockets:
+            sock.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            server = socket.create_connection(("127.0.0.1", self._port))
+            self._sockets += [client, server]
+            for pair in ((client, server, False), (server, client, True)):
+                thread = threading.Thread(target=self._relay, args=pair)
+                self._threads.append(thread)
+                thread.start()
+
+    def _relay(self, source: socket.socket, target: socket.socket, back: bool) -> None:
+        try:
+            while data := bytearray(source.recv(65536)):
+                if back and self.armed.is_set() and (at := data.find(b"\xa5" * 64)) >= 0:
+                    data[at + 32] ^= 4
+                    self.flipped += 1
+                    self.armed.clear()
+                target.sendall(data)
+        except OSError:
+            pass  # the other side is gone
+        try:
+            target.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass
+
+
+def test_a_block_that_changes_on_its_way_is_a_miss_and_is_counted(doors: Doors) -> None:
+    """TCP's own checksum does not see a broken relay; ours does. What came before the broken block is kept, the rest is asked for again."""
+    nbytes = 64 * KiB
+    with Tampering(doors.port) as relay, Client(f"grpc://127.0.0.1:{relay.port}", token=doors.tokens["acme-write"]) as client:
+        ns = client.register(description(nbytes, model="org/tampered"))
+        marked = [body(0, nbytes), body(1, nbytes), np.full(nbytes, 0xA5, np.uint8), body(3, nbytes)]
+        assert client.put(ns, hashes(range(4)), marked, deadline=30) == 4
+        relay.armed.set()
+        got = client.get(ns, hashes(range(4)), deadline=30)
+        assert relay.flipped == 1
+        assert [is_body(one, n) for n, one in enumerate(got)] == [True, True] and "checksum" in got.reason
+        assert client.lost_blocks == 1
+        again = client.get(ns, hashes(range(4)), deadline=30)
+        assert all(np.array_equal(one, want) for one, want in zip(again, marked, strict=True))
+        assert client.lost_blocks == 1
+
+
+# Other languages: stubs that know nothing of our framing
+
+
+def test_generated_stubs_understand_the_door(doors: Doors, tmp_path: Path) -> None:
+    """What grpc_tools makes of the proto, as it would for any language: messages go through protobuf on the client's side."""
+    command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{ROOT / 'proto'}", f"--grpc_python_out={tmp_path}", "kvtier/v1/kvtier.proto"]
+    subprocess.run(command, check=True, timeout=60)
+    spec = importlib.util.spec_from_file_location("kvtier_pb2_grpc", tmp_path / "kvtier" / "v1" / "kvtier_pb2_grpc.py")
+    assert spec is not None and spec.loader is not None
+    stubs = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(stubs)
+    nbytes = 5 * MiB
+    bodies = [body(n, nbytes).tobytes() for n in range(3)]
+    wanted = description(nbytes, model="org/stubs")
+    with grpc.insecure_channel(doors.target) as channel:
+        stub = stubs.KvtierStub(channel)
+        call: dict[str, Any] = {"metadata": doors.bearer("acme-admin"), "timeout": 30}
+        known = stub.Register(pb.RegisterRequest(description=wanted.canonical), **call)
+        keys = pb.Keys(handle=known.handle, boot=known.boot, layer_hi=1, head_hi=1, hashes=hashes(range(3)))
+        lookup = pb.LookupRequest(handle=known.handle, boot=known.boot, bitmap=True, run=[pb.Run(layer_hi=1, head_hi=1, hashes=hashes(range(4)))])
+
+        def chunks() -> Iterator[pb.Chunk]:
+            keys.nbytes = nbytes + HEADER_BYTES
+            request = pb.PutRequest(keys=keys, checksum=[xxhash.xxh3_64_intdigest(one) for one in bodies])
+            yield pb.Chunk(message=request.SerializeToString())
+            for one in bodies:
+                for at in range(0, nbytes, CHUNK):
+                    yield pb.Chunk(data=one[at : at + CHUNK])
+
+        assert stub.Lookup(lookup, **call).known == [0]
+        assert stub.Put(chunks(), **call) == pb.PutReply(known=3)
+        assert stub.Lookup(lookup, **call) == pb.LookupReply(known=[3], warm=[3], bitmap=[b"\x07"])
+        came = list(stub.Get(keys, **call))
+        assert pb.GetReply.FromString(came[0].message).nbytes == nbytes + HEADER_BYTES
+        trailer = pb.GetTrailer.FromString(came[-1].message)
+        assert all(chunk.WhichOneof("kind") == "data" and len(chunk.data) <= CHUNK for chunk in came[1:-1])
+        raw = b"".join(chunk.data for chunk in came[1:-1])
+        blocks = [raw[at : at + nbytes + HEADER_BYTES] for at in range(0, len(raw), nbytes + HEADER_BYTES)]
+        assert [block[HEADER_BYTES:] for block in blocks] == bodies and trailer.stop == pb.END
+        assert [xxhash.xxh3_64_intdigest(block) for block in blocks] == list(trailer.checksum)
+        assert stub.Pin(keys, **call).n == stub.Unpin(keys, **call).n == 3
+        assert stub.Prefetch(keys, **call).stop == stub.Flush(keys, **call).stop == pb.NO_TIER
+        name = known.description.hex()
+        assert stub.ShowNamespace(pb.ShowRequest(name=name), **call).description == wanted.canonical
+        assert stub.DiffNamespaces(pb.DiffRequest(stored=name, live=name), **call).line == []
+        assert name in {info.description.hex() for info in stub.ListNamespaces(pb.ListRequest(), **call).namespace}
+        assert stub.Explain(pb.ExplainRequest(description=wanted.canonical), **call).nearest == known.description
+        assert json.loads(stub.Status(pb.StatusRequest(check_integrity=True), **call).json)["pid"] == doors.pid
+        assert stub.Delete(keys, **call).n == 3
+        assert stub.DropNamespace(pb.DropRequest(name=name), **call).n == 0
+        assert ends(lambda: stub.Lookup(lookup, **call))[0] is CODE.FAILED_PRECONDITION
+
+
+@pytest.mark.parametrize("size", [0, 1, 127, 128, 16383, 16384, CHUNK])
+def test_our_framing_is_that_of_protobuf(size: int) -> None:
+    raw = os.urandom(size)
+    assert pb.Chunk.FromString(rpc.data_chunk(raw)) == pb.Chunk(data=raw)
+    assert rpc.data_chunk(raw) == pb.Chunk(data=raw).SerializeToString()
+    request = pb.GetTrailer(checksum=range(size // 8))
+    assert rpc.message_chunk(request) == pb.Chunk(message=request.SerializeToString()).SerializeToString()
+    for made, is_message, inside in ((pb.Chunk(data=raw), False, raw), (pb.Chunk(message=raw), True, raw)):
+        assert rpc.open_chunk(made.SerializeToString()) == (is_message, inside)
+    long_length = b"\x0a" + bytes([size >> shift & 0x7F | 0x80 for shift in (0, 7, 14, 21)]) + b"\0" + raw
+    assert rpc.open_chunk(long_length) == (False, raw)
+    unknown_field = pb.Chunk(data=raw).SerializeToString() + b"\x78\x01"
+    assert rpc.open_chunk(unknown_field) == (False, raw)
