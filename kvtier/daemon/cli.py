@@ -89,11 +89,12 @@ def serve(
 
 def run(daemon: Daemon, signals: Signals) -> None:
     """From ready to stopped. Tells the service manager, reloads on SIGHUP, drains on SIGTERM and SIGINT; a second one of these kills."""
-    interval = min(BEAT, watchdog_seconds() or BEAT)
+    watchdog = watchdog_seconds()
+    interval = min(BEAT, watchdog or BEAT)
     notify("READY=1", f"STATUS=arena of {daemon.store.capacity} bytes")
     while True:
         received = signals.wait(interval)
-        if daemon.beat():
+        if daemon.beat() and watchdog is not None:
             notify("WATCHDOG=1")
         if signal.SIGHUP in received:
             daemon.reload()
