@@ -13,10 +13,25 @@ import triton.language as tl
 
 from kvtier_kernels import paged, settings
 from kvtier_kernels.paged import SCALES, Side
-from kvtier_kernels.plan import CODES_AT, DATA_AT, FIELDS, INDEX, SCALE_TYPES, SCALES_AT, SLOT_SCALES_AT, Plan, Sort, token_rows
+from kvtier_kernels.plan import (
+    CODES_AT,
+    DATA_AT,
+    FIELDS,
+    INDEX,
+    PAD_AT,
+    PAD_BYTES,
+    SCALE_TYPES,
+    SCALES_AT,
+    SLOT_SCALES_AT,
+    Plan,
+    Sort,
+    token_rows,
+    zero_padding,
+)
 
 _FIELDS, _CODES_AT, _SLOT_SCALES_AT = tl.constexpr(FIELDS), tl.constexpr(CODES_AT), tl.constexpr(SLOT_SCALES_AT)
 _DATA_AT, _SCALES_AT, _INDEX = tl.constexpr(DATA_AT), tl.constexpr(SCALES_AT), tl.constexpr(INDEX)
+_PAD_AT, _PAD_BYTES = tl.constexpr(PAD_AT), tl.constexpr(PAD_BYTES)
 _CHANNEL_ROWS = tl.constexpr(paged.CHANNEL_ROWS)
 
 
@@ -67,13 +82,13 @@ def _gather(
     tl.store(nonfinite + count, tl.sum(odd, axis=0))
     if TOPS:
         tl.store(clipped + count, tl.sum(clips, axis=0))
+    zero_padding(bodies + block * pitch + head * head_stride, entry, e == 0, _PAD_AT, _PAD_BYTES)
 
 
 def gather(plan: Plan, pages: torch.Tensor, bodies: torch.Tensor, nonfinite: torch.Tensor, clipped: torch.Tensor | None = None) -> None:
     """Writes the bodies of blocks whose pages hold FP8; pages whose flag says native are left out, as are native parts.
 
-    pages and bodies as in `quantize`; padding is not written: give zeroed bodies, or call `quantize` first, which does. nonfinite and clipped:
-    int32 [blocks * engine blocks, layers, parts, heads], of which the entries of gathered parts are set; codes at the top are counted if `clipped` is given.
+    pages and bodies as in `quantize`, padding included. nonfinite and clipped: int32 [blocks * engine blocks, layers, parts, heads], of which the entries of gathered parts are set; codes at the top are counted if `clipped` is given.
     """
     blocks = plan.check(pages, bodies)
     for sort in plan.sorts:

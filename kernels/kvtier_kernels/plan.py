@@ -33,6 +33,13 @@ def token_rows(page_of, t, live, rows, PAGE: tl.constexpr):
     return tl.multiple_of(page * rows.page + (t % PAGE) * rows.token, 16)
 
 
+@triton.jit
+def zero_padding(body_bytes, entry, active, AT: tl.constexpr, SIZE: tl.constexpr):
+    """Zeros behind the scales of a head's run that starts at `body_bytes`, if `active`: padding is content too, equal KV makes equal bytes."""
+    i = tl.arange(0, 16)
+    tl.store(body_bytes + tl.load(entry + AT) + i, tl.zeros([16], tl.uint8), mask=i < tl.where(active, tl.load(entry + SIZE), 0))
+
+
 @dataclass(frozen=True, slots=True)
 class Sort:
     """Parts that one launch can walk. `first` is the plane that offsets count from; `index` in the table is layer * parts + part, for counts."""

@@ -23,7 +23,7 @@ from kvtier_kernels import fp8, reference, settings
 from kvtier_kernels.fp8 import encode
 from kvtier_kernels.gather import gather
 from kvtier_kernels.paged import Side
-from kvtier_kernels.plan import DATA_AT, FIELDS, INDEX, NATIVE_AT, PAD_AT, PAD_BYTES, SCALE_TYPES, SCALES_AT, Plan, Sort, token_rows
+from kvtier_kernels.plan import DATA_AT, FIELDS, INDEX, NATIVE_AT, PAD_AT, PAD_BYTES, SCALE_TYPES, SCALES_AT, Plan, Sort, token_rows, zero_padding
 
 _FIELDS, _NATIVE_AT, _DATA_AT, _SCALES_AT = tl.constexpr(FIELDS), tl.constexpr(NATIVE_AT), tl.constexpr(DATA_AT), tl.constexpr(SCALES_AT)
 _PAD_AT, _PAD_BYTES, _INDEX = tl.constexpr(PAD_AT), tl.constexpr(PAD_BYTES), tl.constexpr(INDEX)
@@ -148,9 +148,7 @@ def _quantize(
     tl.store(clipped + count, tl.sum(clips, axis=0))
     tl.store(nonfinite + count, tl.sum(odd, axis=0))
     tl.store(amaxes + count, tl.max(tops, axis=0))
-    at = tl.arange(0, 16)
-    padding = body_bytes + block * byte_pitch + head * byte_head_stride + tl.load(entry + _PAD_AT)
-    tl.store(padding + at, tl.zeros([16], tl.uint8), mask=at < tl.where(e == 0, tl.load(entry + _PAD_BYTES), 0))
+    zero_padding(body_bytes + block * byte_pitch + head * byte_head_stride, entry, e == 0, _PAD_AT, _PAD_BYTES)
 
 
 def quantize(plan: Plan, pages: torch.Tensor, bodies: torch.Tensor, statics: torch.Tensor | None = None) -> Seen:

@@ -1,0 +1,17 @@
+"""Tests of the Triton kernels, on the interpreter unless there is a GPU. Collected only where triton is installed: `make test-kernels` brings it."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+HERE = find_spec("triton") is not None and find_spec("torch") is not None
+collect_ignore_glob = [] if HERE else ["test_*.py"]
+
+if HERE:
+    import torch
+
+    torch.set_num_threads(2)
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # before the first import of triton, which reads it once
+        import kvtier_kernels.interpreter  # noqa: F401
