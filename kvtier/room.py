@@ -55,15 +55,18 @@ class Room:
         self._counters = counters
         self._poison = poison
 
-    def size_class(self, slot: int) -> SizeClass:
-        """The class of this slot size. When all are taken, the one that was used longest ago goes, of those with nothing in use."""
+    def size_class(self, slot: int, n: int = 1) -> SizeClass:
+        """The class of this slot size. When all are taken, the one that was used longest ago goes, of those with nothing in use.
+
+        Raises Full where none can go, or where `n` slots could not be taken afterwards either: nothing is evicted in vain.
+        """
         ledger, slabs = self._ledger, self._slabs
         try:
             return slabs.size_class(slot)
         except Full:
             idle = [c.index for c in slabs.classes.values() if ledger.idle[c.index] == slabs.taken(c)]
             gone = policy.source(0, {index: age for index in idle if (age := ledger.youngest(index)) is not None})
-            if gone is None:
+            if gone is None or not self._can_take(SizeClass(0, slot), n):
                 self._counters.full += 1
                 raise
             self._evict(ledger.victims(gone, ledger.idle[gone]))

@@ -141,9 +141,11 @@ class Store:
                 raise Stale("this namespace was dropped: register the description again")
             present = self._ledger.find_each(keys)
             fresh = [i for i, row in enumerate(present) if row is None]
+            if not fresh:
+                return reservation, offsets
             need = slot * len(fresh)
             self._check_caps(account, need)
-            size = self._room.size_class(slot)
+            size = self._room.size_class(slot, len(fresh))
             pages = self._room.take(size, len(fresh))
             try:
                 rows = self._ledger.reserve(pages, [keys[i] for i in fresh], nbytes, slot, size.index, namespace.handle)
@@ -155,9 +157,8 @@ class Store:
         for i, page, row in zip(fresh, pages, rows, strict=True):
             reservation.rows[i], reservation.pages[i], offsets[i] = row, page, page * SLOT_ALIGN
         try:
-            if fresh:
-                template = header_template(namespace.digest, resolved, context, extents, namespace.description.hashing.nbytes)
-                self._write_headers(reservation, fresh, template, keys, hashes, slot)
+            template = header_template(namespace.digest, resolved, context, extents, namespace.description.hashing.nbytes)
+            self._write_headers(reservation, fresh, template, keys, hashes, slot)
         except BaseException:  # whatever it is, nothing stays taken
             self.abort(account, reservation, fresh)
             raise

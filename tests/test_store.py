@@ -589,6 +589,24 @@ def test_one_size_too_many_takes_the_place_of_the_one_used_longest_ago(shop: Sho
         holder.abort(made)
 
 
+def test_a_size_too_many_that_finds_no_slab_evicts_nothing(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All classes are taken and every slab holds something in use, so making a class for the new size would be in vain."""
+    monkeypatch.setattr(slabs_module, "MAX_CLASSES", 2)
+    holder, small, large = shop.holder(), shop.space(), shop.space(5000)
+    shop.stock(holder, small, range(7 * 32))
+    rows = [holder.lease(small, [n])[0][0] for n in range(0, 7 * 32, 32)]
+    shop.stock(holder, large, range(16))
+    assert len(shop.known(large, range(16))) == 16 and len(shop.store._slabs.classes) == 2
+    with pytest.raises(Full):
+        holder.reserve(shop.space(9000), range(11))
+    assert len(shop.known(large, range(16))) == 16, "nothing is evicted in vain"
+    made, offsets = holder.reserve(small, [0])
+    assert offsets == [PRESENT] and not made.open
+    shop.stock(holder, shop.space(9000), range(10))
+    assert shop.known(large, range(16)) == []
+    holder.release(rows)
+
+
 def test_freed_slots_are_poisoned(shop: Shop) -> None:
     holder, space = shop.holder(), shop.space()
     made, offsets = holder.reserve(space, range(3))
