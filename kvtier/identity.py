@@ -35,7 +35,7 @@ _PERSON_KEY = b"kvtier.key.1"
 _PERSON_CONTEXT = b"kvtier.ctx.1"
 _PERSON_CHAIN = b"kvtier.chain.1"
 _REVISION = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}|fingerprint:[0-9a-f]{64}")
-_STRING, _BRACKET = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL), re.compile(rb"[][{}]")
+_TOKEN = re.compile(rb'[][{}]|"(?:[^"\\]|\\.)*+(?:"|\\?\Z)', re.DOTALL)  # a bracket, or a whole string, which may lack its end
 _HEX64 = re.compile(r"[0-9a-f]{64}")
 _RANGE = struct.Struct("<5H")
 
@@ -214,10 +214,14 @@ def _check_depth(raw: bytes) -> None:
     if not raw.isascii() or b"\0" in raw:  # else strings would not be where they seem to be
         raise Invalid("a description must be JSON in ASCII, other characters as \\u escapes")
     depth = 0
-    for bracket in _BRACKET.findall(_STRING.sub(b"", raw)):
-        depth += 1 if bracket in b"[{" else -1
-        if depth > MAX_DEPTH:
-            raise Invalid(f"a description is nested at most {MAX_DEPTH} deep")
+    for token in _TOKEN.finditer(raw):  # not in one call of re, which would hold the interpreter against everyone
+        kind = raw[token.start()]
+        if kind in b"[{":
+            depth += 1
+            if depth > MAX_DEPTH:
+                raise Invalid(f"a description is nested at most {MAX_DEPTH} deep")
+        elif kind in b"]}":
+            depth -= 1
 
 
 def namespace_digest(description: Description, tenant: str) -> bytes:

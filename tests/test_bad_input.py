@@ -392,6 +392,8 @@ BAD_DESCRIPTIONS: dict[str, bytes] = {
     "deep objects": b'{"a":' * 40_000,
     "deep and closed": b"[" * 100_000 + b"]" * 100_000,
     "deep under quotes": b'["\\"",' * 30_000,
+    "quotes without end": b'"' + b'\\"' * 120_000,
+    "deep in a string without end": b'["' + b'\\"[' * 80_000,
     "deep in UTF-16": '["\u2200",'.encode("utf-16") * 10_000,
     "UTF-16": MODEL.canonical.decode().encode("utf-16"),
     "UTF-8 mark": b"\xef\xbb\xbf" + MODEL.canonical,

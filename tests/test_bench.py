@@ -42,7 +42,16 @@ def check_file(path: Path, command: str) -> None:
     assert all(row["command"] == command for row in kept["rows"])
 
 
-@pytest.mark.parametrize(("module", "case"), [("bench.ceilings", None), ("bench.scrape", None), *(("bench.planes", case) for case in CASES)])
+QUICK = [
+    ("bench.ceilings", None),
+    ("bench.scrape", None),
+    *(("bench.planes", case) for case in CASES),
+    ("bench.abuse", "noise"),
+    ("bench.abuse", "half"),
+]
+
+
+@pytest.mark.parametrize(("module", "case"), QUICK)
 def test_quick_run(module: str, case: str | None, tmp_path: Path) -> None:
     out = tmp_path / "deep" / "rows.json"
     arguments = [*([case] if case else []), "--quick", "--json", str(out)]
