@@ -122,7 +122,7 @@ def fuzz(name: str, inputs: int, seed: int) -> Result:
 
 def share(inputs: int, name: str) -> int:
     """How many of a run's inputs a target gets."""
-    return max(1, inputs * TARGETS[name].weight // sum(kind.weight for kind in TARGETS.values()))
+    return -(-inputs * TARGETS[name].weight // sum(kind.weight for kind in TARGETS.values()))
 
 
 def _memory() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import struct
 import tempfile
@@ -24,6 +25,7 @@ from kvtier.layout import Range, attention, opaque
 from tests.fuzz.target import Broken, Target, answered
 
 HASHES = HashScheme(CHAIN, "0", 16)
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # a disk would flush each small file that is written anew
 
 
 def descriptions() -> list[Description]:
@@ -78,7 +80,7 @@ class Artifacts(Target):
     words = (b"F32", b'"dtype"', b"data_offsets", b"layers.0.k_scale", b"static", b"shape", b"__metadata__")
 
     def __init__(self) -> None:
-        self._own = tempfile.TemporaryDirectory(prefix="kvtier-fuzz-")
+        self._own = tempfile.TemporaryDirectory(prefix="kvtier-fuzz-", dir=MEMORY)
         self._directory = Path(self._own.name)
 
     def first_seeds(self) -> Sequence[bytes]:
@@ -205,7 +207,7 @@ class TokenFiles(Target):
     words = (b"sha256:", b" admin ", b" read ", b"#", b"Bearer ", b"\n")
 
     def __init__(self) -> None:
-        self._own = tempfile.TemporaryDirectory(prefix="kvtier-fuzz-")
+        self._own = tempfile.TemporaryDirectory(prefix="kvtier-fuzz-", dir=MEMORY)
         self._path = Path(self._own.name) / "tokens"
         self._path.touch(0o600)
         self._secret = issue("mine", "tenant", "admin")
