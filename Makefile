@@ -16,7 +16,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 ARGS ?=
 TORCH_VERSION := 2.13.0
-BENCHES ?= ceilings planes scrape abuse
+BENCHES ?= ceilings planes door scrape abuse
 
 CORE := .venv/stamp
 TORCH := .venv-torch/stamp

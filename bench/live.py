@@ -73,8 +73,9 @@ class Calls:
 class Live:
     """A daemon with an arena of this size, all of it backed by memory, and a client with one namespace. A context manager."""
 
-    def __init__(self, arena_bytes: int, body_bytes: int) -> None:
-        self.arena_bytes, self.body_bytes = arena_bytes, body_bytes
+    def __init__(self, arena_bytes: int, body_bytes: int, arguments: Sequence[str] = ()) -> None:
+        """`arguments` are more of the daemon's."""
+        self.arena_bytes, self.body_bytes, self.arguments = arena_bytes, body_bytes, arguments
         slabs = Slabs(arena_bytes)
         self.capacity = slabs.count * (slabs.slab_bytes // slot_bytes(body_bytes))  # blocks
 
@@ -82,6 +83,7 @@ class Live:
         with ExitStack() as stack:
             self.path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-bench-"))) / "kvtier.sock"
             arguments = ["-m", "kvtier.daemon", "--config", os.devnull, "--socket", str(self.path), "--arena-bytes", str(self.arena_bytes)]
+            arguments += self.arguments
             self.pid = stack.enter_context(Child(arguments)).pid
             self.client = stack.enter_context(Client(f"unix:{self.path}"))
             self.namespace = self.client.register(description(self.body_bytes))

@@ -124,7 +124,7 @@ class Remote:
                     bodies += [block[HEADER_BYTES:] for block in blocks]
                     bodies.reason = fault or STOPS.get(stop, f"stopped ({stop})")
                     raw = raw[len(blocks) * ns.hash_bytes :]
-                    if fault or (stop and not (stop == pb.CAP and blocks)):
+                    if fault or not blocks or stop not in (pb.END, pb.CAP):
                         return bodies, stop
         except Invalid:
             raise
