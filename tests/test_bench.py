@@ -44,6 +44,7 @@ def check_file(path: Path, command: str) -> None:
 
 QUICK = [
     ("bench.ceilings", None),
+    ("bench.door", None),
     ("bench.scrape", None),
     *(("bench.planes", case) for case in CASES),
     ("bench.abuse", "noise"),
