@@ -109,8 +109,9 @@ def finish(acc, top, total, unit, sink, SINKS: tl.constexpr):
     """Output rows and natural log-sum-exp. A sink is one more logit, of no value. A query that saw nothing: 0 and -Inf, or the sink alone."""
     if SINKS:
         higher = tl.maximum(top, sink * LOG2E)
-        shrink = tl.exp2(top - higher)
-        total = total * shrink + tl.exp2(sink * LOG2E - higher)
+        shift = tl.where(higher == NONE, 0.0, higher)  # a part of a split that saw nothing and has no sink either
+        shrink = tl.exp2(top - shift)
+        total = total * shrink + tl.exp2(sink * LOG2E - shift)
         acc = acc * shrink[:, None]
         top = higher
     live = total > 0

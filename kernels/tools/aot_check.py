@@ -139,34 +139,40 @@ HEAD, BLOCK, TOKEN, KIVI = ("head", "head"), ("block-head", "block-head"), ("tok
 
 
 def entries() -> Iterator[Entry]:
-    """Every kernel, by head dim and what changes its code."""
+    """Every default setting: each kernel by head dim, and for head dim 128 whatever else changes its code."""
     for width in paged.WIDTHS:
-        for name, kinds, small, tokens in (("head", HEAD, 0, 16), ("block-head", BLOCK, 0, 16), ("token-head", TOKEN, 0, 16), ("kivi", KIVI, 1, 64)):
-            made = lambda w=width, k=kinds, s=small, t=tokens: planned(w, k, t, 16, bool(s))  # noqa: E731
-            yield Entry(f"quantize[D{width},{name},{tokens}]", lambda m=made: run_quantize(m()), cast=True)
-        made = lambda w=width: planned(w, BLOCK, 16, 16)  # noqa: E731
-        yield Entry(f"restore[D{width}]", lambda m=made: run_restore(m()))
-        yield Entry(f"expand[D{width}]", lambda m=made: run_expand(m()))
-        for form, kinds, page in (("mixed", BLOCK, 16), ("mixed", TOKEN, 16), ("mixed", KIVI, 16), ("mixed", BLOCK, 64), ("fp8", HEAD, 16), ("native", HEAD, 16)):
-            run = lambda w=width, f=form, k=kinds, p=page: run_decode(w, f, k, p)  # noqa: E731
-            yield Entry(f"decode[D{width},{form},{'/'.join(dict.fromkeys(kinds))},page {page}]", run, mma="f16")
-        for form, kinds, page in (("mixed", BLOCK, 16), ("mixed", KIVI, 16), ("native", HEAD, 16)):
-            run = lambda w=width, f=form, k=kinds, p=page: run_prefill(w, f, k, p)  # noqa: E731
-            yield Entry(f"prefill[D{width},{form},{'/'.join(dict.fromkeys(kinds))},page {page}]", run, mma="f16")
-        for dots in ("qk", "qk+pv") if width <= 128 else ():
-            run = lambda w=width, o=dots: run_prefill(w, "mixed", BLOCK, 16, dots=o)  # noqa: E731
-            yield Entry(f"prefill[D{width},mixed,block-head,page 16,{dots}]", run, mma="fp8", least=90)
-        yield Entry(f"merge[D{width}]", lambda w=width: merge.merge(torch.zeros(4, 8, w), torch.zeros(4, 8)))
-    yield Entry("quantize[D128,block-head,544]", lambda: run_quantize(planned(128, BLOCK, 544, 16)), cast=True)
+        yield from by_width(width)
+    for name, kinds, small, tokens in (("head", HEAD, False, 16), ("token-head", TOKEN, False, 16), ("kivi", KIVI, True, 64), ("block-head", BLOCK, False, 544)):
+        yield Entry(f"quantize[D128,{name},{tokens}]", lambda k=kinds, s=small, t=tokens: run_quantize(planned(128, k, t, 16, s)), cast=True)
     yield Entry("quantize[D128,head,16,fp16]", lambda: run_quantize(planned(128, HEAD, 16, 16, dtype="fp16")), cast=True)
     yield Entry("quantize[D128,native,16]", lambda: run_quantize(planned(128, HEAD, 16, 16, form="native")))
     yield Entry("restore[D128,kivi,64]", lambda: run_restore(planned(128, KIVI, 64, 16, True)))
     yield Entry("restore[D128,native]", lambda: run_restore(planned(128, HEAD, 16, 16, form="native")))
     yield Entry("gather[D128,head]", lambda: run_gather(planned(128, HEAD, 16, 16, form="fp8")))
     yield Entry("gather[D128,kivi]", lambda: run_gather(planned(128, KIVI, 64, 16, True)))
+    yield Entry("expand[D128,kivi,64]", lambda: run_expand(planned(128, KIVI, 64, 16, True)))
+    for form, kinds, page in (("mixed", TOKEN, 16), ("mixed", BLOCK, 64), ("fp8", HEAD, 16), ("native", HEAD, 16)):
+        name = f"[D128,{form},{kinds[0]},page {page}]"
+        yield Entry(f"decode{name}", lambda f=form, k=kinds, p=page: run_decode(128, f, k, p), mma="f16")
+        if form != "fp8":
+            yield Entry(f"prefill{name}", lambda f=form, k=kinds, p=page: run_prefill(128, f, k, p), mma="f16")
     full: dict[str, Any] = {"window": 128, "cap": 30.0, "sinks": torch.zeros(8)}
     yield Entry("decode[D128,mixed,block-head,page 16,window+cap+sinks]", lambda: run_decode(128, "mixed", BLOCK, 16, **full), mma="f16")
     yield Entry("prefill[D128,mixed,block-head,page 16,window+cap+sinks]", lambda: run_prefill(128, "mixed", BLOCK, 16, **full), mma="f16")
+
+
+def by_width(width: int) -> Iterator[Entry]:
+    """What is compiled for every head dim."""
+    yield Entry(f"quantize[D{width},block-head,16]", lambda: run_quantize(planned(width, BLOCK, 16, 16)), cast=True)
+    yield Entry(f"restore[D{width},block-head,16]", lambda: run_restore(planned(width, BLOCK, 16, 16)))
+    yield Entry(f"expand[D{width},block-head,16]", lambda: run_expand(planned(width, BLOCK, 16, 16)))
+    yield Entry(f"merge[D{width}]", lambda: merge.merge(torch.zeros(4, 8, width), torch.zeros(4, 8)))
+    for kinds in (BLOCK, KIVI):
+        yield Entry(f"decode[D{width},mixed,{kinds[0]},page 16]", lambda k=kinds: run_decode(width, "mixed", k, 16), mma="f16")
+        yield Entry(f"prefill[D{width},mixed,{kinds[0]},page 16]", lambda k=kinds: run_prefill(width, "mixed", k, 16), mma="f16")
+    for dots in ("qk", "qk+pv") if width <= 128 else ():
+        run = lambda o=dots: run_prefill(width, "mixed", BLOCK, 16, dots=o)  # noqa: E731
+        yield Entry(f"prefill[D{width},mixed,block-head,page 16,{dots}]", run, mma="fp8", least=90)
 
 
 class CompileOnly:

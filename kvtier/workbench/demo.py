@@ -1,6 +1,6 @@
 """The main job on real input: KV of a language model is stored as FP8, survives the death of its engine, and is attended to again.
 
-    python -m kvtier.workbench.demo [--json FILE] [--prompt N] [--positions N] [--block N] [--threads N]
+    python -m kvtier.workbench.demo [--json FILE] [--prompt N] [--positions N] [--block N] [--threads N] [--attention reference|kernels]
 
 This driver imports no torch. It starts a daemon and two engine processes (`kvtier.workbench.engine`), kills the first one with SIGKILL, asks for
 the same prefix under another revision and under changed scales, and prints what it saw. Exit code 0 only if every promise held. Every wait
@@ -169,7 +169,7 @@ def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
         directory = Path(name)
         socket, scales = directory / "kvtier.sock", directory / "artifact"
         options = ["--socket", str(socket), "--artifact", str(scales)]
-        for option in ("prompt", "positions", "block", "threads"):
+        for option in ("prompt", "positions", "block", "threads", "attention"):
             options += [f"--{option}", str(getattr(arguments, option))]
         bars = Bars(console)
         with daemon(directory, socket) as server, bars.progress:
@@ -200,7 +200,12 @@ def promises(figures: dict[str, Any]) -> dict[str, bool]:
     def named(answer: dict[str, Any], field: str) -> bool:
         return any(line.startswith(f"{field}:") for line in answer["differences"])
 
-    return {
+    kernels = result["kernels"]
+    more = {} if kernels is None else {
+        "through the Triton kernels the answers are the reference's, and scales x 20 destroy them": kernels["top1"] == 1.0
+        and kernels["control_top1"] < 0.5
+    }  # fmt: skip
+    return more | {
         f"engine A stored all {blocks} whole blocks and died of SIGKILL": figures["stored"]["blocks"] == blocks
         and figures["engine_a_exit"] == -signal.SIGKILL,
         "a fresh process restored all of them": result["blocks_restored"] == blocks,
@@ -239,6 +244,8 @@ def report(figures: dict[str, Any], console: Console) -> None:
     row("top-1 agreement with native", f"{right['top1']:.3f}", f"{spread} over {result['positions']} teacher-forced positions")
     row("KL(native || restored)", f"{right['kl']:.5f}", "nats a token")
     row("perplexity", f"{right['perplexity']:.3f}", f"native {result['native_perplexity']:.3f}")
+    if result["kernels"] is not None:
+        row("kernels against reference", f"{result['kernels']['top1']:.3f}", f"top-1 agreement, KL {result['kernels']['kl']:.1e}, same restored blocks")
     table.add_section()
     for key, what in (("same", "same description"), ("other_revision", "another revision"), ("other_scales", "changed scales")):
         asked = figures[key]
@@ -260,6 +267,7 @@ def main() -> int:
     parser.add_argument("--positions", type=int, default=512, help="teacher-forced positions after the prompt (default 512)")
     parser.add_argument("--block", type=int, default=64, help="tokens of a block (default 64)")
     parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="threads of an engine (default 2)")
+    parser.add_argument("--attention", choices=("reference", "kernels"), default="reference", help="kernels: once more through Triton, and compare")
     arguments = parser.parse_args()
     console = Console() if sys.stdout.isatty() else Console(width=130)
     try:

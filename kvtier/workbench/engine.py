@@ -1,6 +1,6 @@
 """A small engine around SmolLM2: the two processes of the demo. Process `store` computes KV and stores it, process `restore` attends to it again.
 
-    python -m kvtier.workbench.engine store|restore --socket PATH --artifact DIR [--prompt N] [--positions N] [--block N] [--threads N]
+    python -m kvtier.workbench.engine store|restore --socket PATH --artifact DIR [--prompt N] [--positions N] [--block N] [--threads N] [--attention ...]
 
 Both write JSON lines to stdout: {"event": "progress" | "stored" | "result", ...}. The one rule: `restore` reads the FP8 bytes where they lie in
 the daemon's arena, under a lease, and neither copies nor decodes them.
@@ -9,6 +9,7 @@ the daemon's arena, under a lease, and neither copies nor decodes them.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import math
 import struct
@@ -188,8 +189,37 @@ def compare(native: torch.Tensor, other: torch.Tensor, targets: torch.Tensor) ->
 
 def lies_in(body: NDArray[np.uint8], tile: Tile) -> bool:
     """Whether codes and scales of a tile are inside the body: views, not copies."""
-    first: int = body.__array_interface__["data"][0]
+    first = address(body)
     return all(t is None or first <= t.data_ptr() < first + body.nbytes for t in (tile.keys, tile.values, tile.key_scales, tile.value_scales))
+
+
+def through_kernels(
+    setup: Setup, extents: layout.Extents, bodies: Sequence[NDArray[np.uint8]], reference: torch.Tensor, targets: torch.Tensor
+) -> dict[str, float]:
+    """The same continuation once more with the Triton kernels, over the leased blocks restored into native slots: compared with `reference`'s."""
+    from kvtier.workbench.kernels import DualCache  # needs triton, which the rest does not
+
+    start = len(bodies) * setup.block
+    rest = torch.tensor(setup.tokens[start:-1])
+    cache = DualCache(extents, len(bodies), len(rest))
+    first, last = (min(bodies, key=address), max(bodies, key=address))
+    arena = np.ctypeslib.as_array((ctypes.c_uint8 * (address(last) + last.nbytes - address(first))).from_address(address(first)))
+    arena.flags.writeable = False
+    cache.load(arena, bodies)
+    found = setup.model.run(rest, start, cache.attend(), len(targets), progress("continue, through the kernels"))
+    cache.scale(CONTROL)
+    control = setup.model.run(rest, start, cache.attend(), len(targets), progress(f"kernels, control: scales x {CONTROL:.0f}"))
+    return {
+        "top1": compare(reference, found, targets)["top1"],
+        "kl": compare(reference, found, targets)["kl"],
+        "control_top1": compare(reference, control, targets)["top1"],
+    }
+
+
+def address(body: NDArray[np.uint8]) -> int:
+    """Where a body lies in memory."""
+    at: int = body.__array_interface__["data"][0]
+    return at
 
 
 def restore(arguments: argparse.Namespace) -> None:
@@ -224,12 +254,14 @@ def restore(arguments: argparse.Namespace) -> None:
                 return setup.model.run(rest, start, continuation(prefix, start), len(targets), progress(what))
 
             baseline = predict(native, "continue, native")
-            right = compare(baseline, predict(restored, "continue, restored FP8"), targets)
+            reference = predict(restored, "continue, restored FP8")
+            right = compare(baseline, reference, targets)
             wrong_scales = [
                 [replace(tile, key_scales=tile.key_scales * CONTROL, value_scales=tile.value_scales * CONTROL) for tile in tiles]
                 for tiles in restored
             ]
             control = compare(baseline, predict(wrong_scales, f"control: scales x {CONTROL:.0f}"), targets)
+            kernels = None if arguments.attention == "reference" else through_kernels(setup, extents, bodies, reference, targets)
     bf16_bytes = sum(t.nbytes for tiles in native for tile in tiles for t in (tile.keys, tile.values))
     tensors = [t for tiles in restored for tile in tiles for t in (tile.keys, tile.values)]
     emit(
@@ -248,6 +280,7 @@ def restore(arguments: argparse.Namespace) -> None:
         native_perplexity=compare(baseline, baseline, targets)["perplexity"],
         restored=right,
         control=control,
+        kernels=kernels,
     )
 
 
@@ -261,6 +294,7 @@ def main() -> None:
     parser.add_argument("--positions", type=int, default=512, help="tokens after the prompt, each predicted from the ones before it")
     parser.add_argument("--block", type=int, default=64, help="tokens of a block")
     parser.add_argument("--threads", type=int, default=2, help="threads that torch may use")
+    parser.add_argument("--attention", choices=("reference", "kernels"), default="reference", help="kernels: once more through Triton, and compare")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     {"store": store, "restore": restore}[arguments.role](arguments)

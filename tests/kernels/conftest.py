@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from importlib.util import find_spec
 
+import pytest
+
 HERE = find_spec("triton") is not None and find_spec("torch") is not None
 collect_ignore_glob = [] if HERE else ["test_*.py"]
 
@@ -15,3 +17,10 @@ if HERE:
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"  # before the first import of triton, which reads it once
         import kvtier_kernels.interpreter  # noqa: F401
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Triton 3.6's interpreter, in every loop with bounds from a tensor.
+    config.addinivalue_line("filterwarnings", "ignore:Conversion of an array with ndim > 0:DeprecationWarning")
+    config.addinivalue_line("filterwarnings", "ignore:.*encountered in:RuntimeWarning")  # numpy, where kernels meet NaN and Inf on purpose
+    config.addinivalue_line("filterwarnings", "ignore:prefill with head dim 256:RuntimeWarning")
