@@ -141,6 +141,7 @@ class MappedLease(Lease):
         self._range, self._context, self._deadline = range_, context_field(context), deadline
         self._ids: list[int] = []
         self._attachment: Attachment | None = None
+        self._memory: Body | None = None
         self._offsets: list[int] = []
         self.reason = ""
         self.stop = 0
@@ -166,10 +167,10 @@ class MappedLease(Lease):
                 if self.stop:
                     self.reason = STOPS.get(self.stop, f"stopped ({self.stop})")
                     break
-        except Invalid:
-            self.__exit__(None, None, None)
-            raise
-        except KvtierError as error:
+        except BaseException as error:
+            if not isinstance(error, KvtierError) or isinstance(error, Invalid):
+                self.__exit__(None, None, None)
+                raise
             self.reason = str(error)
         return self
 
@@ -177,7 +178,7 @@ class MappedLease(Lease):
         attachment, self._attachment = self._attachment, None
         if attachment is None:
             return
-        del self._memory
+        self._memory = None
         connection = self._local.connection
         # the tail first, so that it is older than its head and goes first
         connection.finish(attachment, Verb.RELEASE, self._ids[::-1], min(CONTROL, self._deadline))
@@ -190,13 +191,18 @@ class MappedLease(Lease):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self._offsets)))]
         start = self._offsets[index] + HEADER_BYTES
-        return self._memory[start : start + self._body_bytes]
+        return self._mapped()[start : start + self._body_bytes]
 
     def __iter__(self) -> Iterator[Body]:
         if not self._offsets:  # perhaps nobody answered: there is no mapping then
             return iter(())
-        memory, nbytes = self._memory, self._body_bytes
+        memory, nbytes = self._mapped(), self._body_bytes
         return iter([memory[at : at + nbytes] for at in [offset + HEADER_BYTES for offset in self._offsets]])
+
+    def _mapped(self) -> Body:
+        if self._memory is None:
+            raise Invalid("the lease has ended, and its views are void: read inside the `with`")
+        return self._memory
 
 
 class MappedFill(Fill):
@@ -229,12 +235,11 @@ class MappedFill(Fill):
                 request = pb.Keys(id=id_, context=self._context, hashes=part, nbytes=extents.block_bytes, **fields)
                 offsets += pb.Slots.FromString(self._local.call(ns, Verb.RESERVE, request, self._deadline, attachment)).offset
             self._offsets = offsets
-        except Invalid:
+        except BaseException as error:
             self._abort()
-            raise
-        except KvtierError as error:
+            if not isinstance(error, KvtierError) or isinstance(error, Invalid):
+                raise
             self.reason = str(error)
-            self._abort()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -255,9 +260,11 @@ class MappedFill(Fill):
                     self.reason = "some blocks were dropped before they were sealed"
                     self._abort()  # what follows is of no use without them
                     return
-        except KvtierError as failure:
-            self.reason = str(failure)
+        except BaseException as failure:
             self._abort()
+            if not isinstance(failure, KvtierError):
+                raise
+            self.reason = str(failure)
             return
         self._attachment = None
         connection.unuse(attachment)

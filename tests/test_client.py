@@ -110,8 +110,10 @@ def test_leases_are_read_only_views_of_the_leading_part(client: Patient, daemon:
         with pytest.raises(IndexError):
             blocks[4]
         assert daemon.status()["leased_blocks"] == 4
-        del view
     assert daemon.status()["leased_blocks"] == 0
+    for touch in (lambda: blocks[0], lambda: list(blocks)):
+        with pytest.raises(Invalid, match="the lease has ended"):
+            touch()
     with client.lease(ns, hashes([1, 1, 1])) as blocks:
         assert len(blocks) == 3 and daemon.status()["leased_blocks"] == 1, "a block asked for three times is pinned once"
 
@@ -377,6 +379,38 @@ def test_one_registered_namespace_may_serve_two_clients_and_two_daemons(client: 
         near.close()
         assert [client.lookup(ns, hashes([n])) for n in (1, 2)] == [1, 0]
         assert [far.lookup(ns, hashes([n])) for n in (1, 2)] == [0, 1]
+
+
+def test_an_interruption_leaves_nothing_held(client: Patient, daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C at any call: between two parts of a long lease or fill, and inside a seal."""
+    ns = client.register(description(256, model="interrupted"))
+    many = range(2500)
+    put(client, ns, many)
+    connection = client._connection
+    call = type(connection).call
+
+    def interrupt_at(number: int) -> None:
+        left = iter(range(number, -1, -1))
+
+        def counted(self: Any, *arguments: Any) -> bytes:
+            if next(left, 1) == 0:
+                raise KeyboardInterrupt
+            return call(self, *arguments)
+
+        monkeypatch.setattr(type(connection), "call", counted)
+
+    for number in range(3):
+        interrupt_at(number)
+        with pytest.raises(KeyboardInterrupt), client.lease(ns, hashes(many)):
+            raise AssertionError("not reached")
+    for number in range(4):
+        interrupt_at(number)
+        with pytest.raises(KeyboardInterrupt), client.fill(ns, hashes(range(10_000 * number + 10_000, 10_000 * number + 12_500))):
+            assert number == 3, "in the seal"
+    monkeypatch.undo()
+    status = daemon.status(check_integrity=True)
+    assert status["leased_blocks"] == status["reserved_blocks"] == 0
+    assert connection.attach(1).users == 0
 
 
 # Many at once
