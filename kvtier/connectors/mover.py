@@ -24,6 +24,7 @@ from kvtier.v1 import kvtier_pb2 as pb
 
 LOAD_SECONDS = 5.0  # a load between steps that takes longer has failed
 SYNC_SECONDS = 1.0  # as long may a load hold up the step that needs it
+CALL_SECONDS = 1.0  # deadline of one call to the daemon
 FENCE_SECONDS = 0.02  # as long may a step wait for the save of a block that it is about to overwrite; then the save is dropped
 FLUSH_SECONDS = 2.0  # at the end
 BATCH_BYTES = 8 << 20  # reserved at once for saving
@@ -188,7 +189,7 @@ class Mover:
                 job.done[number] = len(run.hashes)
                 continue
             while (at := job.done[number]) < len(run.hashes):
-                with self._client.lease(self._ns, run.hashes[at:], range_=part, context=job.load.context) as blocks:
+                with self._client.lease(self._ns, run.hashes[at:], range_=part, context=job.load.context, deadline=CALL_SECONDS) as blocks:
                     for entry, view in enumerate(blocks, at):
                         with job.lock:
                             if job.closed:
@@ -277,7 +278,8 @@ class Mover:
         run, part, copied, clipped = job.save.run, self._ranges[job.save.run.group], 0, 0
         assert part is not None
         try:
-            with self._client.fill(self._ns, run.hashes[first : first + n], range_=part, context=job.save.context) as slots:
+            hashes = run.hashes[first : first + n]
+            with self._client.fill(self._ns, hashes, range_=part, context=job.save.context, deadline=CALL_SECONDS) as slots:
                 if slots.reason:
                     job.reason = label(slots.reason)
                     self.heart.judge(slots.reason)

@@ -20,8 +20,7 @@ from kvtier.layout import Range
 
 ASK_LATER = 0.008  # seconds that a question may hold up the scheduler
 MISS_AFTER = 1.0  # seconds after which a question counts as a miss
-CALL = 0.05  # deadline of one call to the daemon
-BEAT = 0.5
+BEAT = 0.5  # seconds between beats, and until one counts as missed
 COLD_AGAIN = 0.02
 MAX_TICKETS = 1024
 _COLD = next(stop for stop, words in STOPS.items() if words.startswith("cold"))
@@ -35,7 +34,16 @@ def answered(reason: str) -> bool:
 
 def label(reason: str) -> str:
     """A reason as a metric's label: one of a handful."""
-    known = {"miss": "miss", "full": "full", "cold": "cold", "no answer": "deadline", "away": "away", "questions": "queue", "error": "error"}
+    known = {
+        "miss": "miss",
+        "lost": "lost",
+        "full": "full",
+        "cold": "cold",
+        "no answer": "deadline",
+        "away": "away",
+        "questions": "queue",
+        "error": "error",
+    }
     return next((short for words, short in known.items() if words in reason), "away")
 
 
@@ -74,9 +82,11 @@ class Heart:
             self._thread.join(2 * BEAT)
 
     def _beat(self) -> None:
+        """The first beat comes at once: it connects."""
         assert self._probe is not None
-        while not self._stop.wait(BEAT):
-            self.healthy = answered(self._client.lookup(*self._probe, deadline=CALL).reason)
+        while not self._stop.is_set():
+            self.healthy = answered(self._client.lookup(*self._probe, deadline=BEAT).reason)
+            self._stop.wait(BEAT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +119,11 @@ class Ticket:
     def failed(self) -> bool:
         """Whether nobody answered, in time or at all: not a question that the store was asked."""
         return not self.done.is_set() or not answered(self.reason)
+
+    @property
+    def left(self) -> float:
+        """Seconds that the thread still has for it: a little less than until it counts as a miss."""
+        return max(0.01, self.born + 0.9 * MISS_AFTER - time.monotonic())
 
     def answer(self) -> int | None:
         """The token up to which blocks are held; None: ask later; `start` (a miss) once MISS_AFTER is over."""
@@ -209,9 +224,10 @@ class Lookup:
         if ticket.dropped:
             ticket.end = ticket.start
             return True
+        ticket.reason = ""
         end = self._known(ticket)
         end, cold = self._hold(ticket, end)
-        if cold and time.monotonic() - ticket.born < 0.9 * MISS_AFTER:
+        if cold and time.monotonic() - ticket.born < 0.9 * MISS_AFTER and not ticket.dropped:
             self._release(ticket)
             return False
         if end <= ticket.start:
@@ -231,7 +247,7 @@ class Lookup:
         shape = self._shape
         full = [(g, part) for g, window in enumerate(shape.windows) if window is None for part in shape.parts[g]]
         runs = [(part, ticket.hashes[g]) for g, part in full]
-        answers = self._client.lookup_runs(shape.ns, runs, context=ticket.context, deadline=CALL) if runs else []
+        answers = self._client.lookup_runs(shape.ns, runs, context=ticket.context, deadline=ticket.left) if runs else []
         end = ticket.top
         for (group, _), known in zip(full, answers, strict=True):
             if not self.heart.judge(known.reason):
@@ -253,7 +269,7 @@ class Lookup:
         low, high = self._span(ticket, group, end)
         asked = ticket.hashes[group][low:high]
         for part in shape.parts[group]:
-            known = self._client.lookup(shape.ns, asked, range_=part, context=ticket.context, deadline=CALL)
+            known = self._client.lookup(shape.ns, asked, range_=part, context=ticket.context, deadline=ticket.left)
             if not self.heart.judge(known.reason):
                 ticket.reason = known.reason
                 return ticket.start
@@ -271,7 +287,7 @@ class Lookup:
                 asked = ticket.hashes[group][low:high]
                 if not asked:
                     continue
-                lease = self._client.lease(shape.ns, asked, range_=part, context=ticket.context, deadline=CALL)
+                lease = self._client.lease(shape.ns, asked, range_=part, context=ticket.context, deadline=ticket.left)
                 ticket.leases.append(lease.__enter__())
                 if len(lease) == len(asked):
                     continue
@@ -280,7 +296,7 @@ class Lookup:
                     return ticket.start, False
                 if lease.stop == _COLD:
                     cold = True
-                    self._client.prefetch(shape.ns, asked[len(lease) :], range_=part, context=ticket.context, deadline=CALL)
+                    self._client.prefetch(shape.ns, asked[len(lease) :], range_=part, context=ticket.context, deadline=ticket.left)
                 ticket.reason = lease.reason
                 held = (ticket.start // shape.tokens[group] + low + len(lease)) * shape.tokens[group]
                 end = ticket.start if shape.windows[group] is not None else held - held % shape.align

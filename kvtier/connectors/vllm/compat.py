@@ -1,14 +1,12 @@
 """The one place that knows which vLLM versions there are. The connector is written against 0.32 and 0.33, whose interfaces differ in additions only:
 
 0.33 adds supports_sleep_mode, unregister_kv_caches and restore_kv_caches, and gives the configuration num_hash_lookahead_tokens. A test compares
-`signatures` of the installed version with what was recorded of both.
+the signatures of the installed version with what was recorded of both.
 """
 
 from __future__ import annotations
 
-import inspect
 import logging
-from typing import Any
 
 import vllm
 
@@ -24,14 +22,3 @@ def prepare() -> None:
         ours.setLevel(theirs.getEffectiveLevel())
     if not str(vllm.__version__).startswith(TESTED):
         log.warning("kvtier is tested with vLLM %s, not %s: its connector interface may have changed", " and ".join(TESTED), vllm.__version__)
-
-
-def signatures(*classes: type[Any]) -> dict[str, str]:
-    """{"Class.method": its parameters' names} of everything public that these classes define themselves."""
-    found = {}
-    for cls in classes:
-        for name, member in sorted(vars(cls).items()):
-            function = getattr(member, "fget", None) or getattr(member, "__func__", member)
-            if not name.startswith("_") and inspect.isfunction(function):
-                found[f"{cls.__name__}.{name}"] = ", ".join(inspect.signature(function).parameters)
-    return found

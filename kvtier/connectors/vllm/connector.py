@@ -104,9 +104,6 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Handshake]) -> None:
         self.scheduler.hear({rank: handshake.json for rank, handshake in metadata.items()})
 
-    def set_xfer_handshake_metadata(self, metadata: dict[int, Handshake]) -> None:
-        self.set_xfer_handshake_metadata_pp_aware({(0, rank): handshake for rank, handshake in metadata.items()})
-
     def on_new_request(self, request: Any) -> None:
         self.scheduler.add(request)
 

@@ -9,6 +9,7 @@ from hashlib import blake2b
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import get_none_hash_seed
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_sliding_window, iter_layer_specs
 
 from kvtier.checkpoint import settings_of
 from kvtier.connectors.ranks import Namespace, RankId, merge, read_reports
@@ -53,3 +54,11 @@ class Naming:
         lookahead = int(getattr(self._config, "num_hash_lookahead_tokens", 0))
         hashing = HashScheme(algorithm, seed, hash_tokens, lookahead, 16 if quick else 32)
         return merge(self._ranks, self._settings.engine_blocks, hashing=hashing, **self._fields)
+
+
+def window_of(spec: Any) -> int | None:
+    """Tokens before the next one whose blocks the engine keeps for a group; None: all of them."""
+    if get_kv_cache_spec_sliding_window(spec) is None:
+        return None
+    one = next(iter(iter_layer_specs(spec)))
+    return int(one.sliding_window + one.extra_retained_tokens)

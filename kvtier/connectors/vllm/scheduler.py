@@ -17,7 +17,6 @@ from hashlib import blake2b
 from typing import Any
 
 from vllm.distributed.kv_events import BlockStored
-from vllm.v1.kv_cache_interface import get_kv_cache_spec_sliding_window, iter_layer_specs
 
 from kvtier.client import Client
 from kvtier.connectors.adapters import Adapters
@@ -25,12 +24,13 @@ from kvtier.connectors.jobs import Load, Run, Save, Seen
 from kvtier.connectors.ranks import Namespace, RankId
 from kvtier.connectors.tickets import Lookup, Shape, Ticket, label
 from kvtier.connectors.vllm.events import Expected
-from kvtier.connectors.vllm.naming import Naming
+from kvtier.connectors.vllm.naming import Naming, window_of
 from kvtier.connectors.vllm.plan import Plan, Report
 from kvtier.connectors.vllm.settings import Settings
 from kvtier.connectors.vllm.stats import KvtierStats
 from kvtier.errors import Invalid, KvtierError
 from kvtier.identity import request_context
+from kvtier.layout import Range
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class SchedulerHalf:
         self._tokens = [size * settings.engine_blocks for size in self._block_tokens]
         self._hash_tokens = kv_config.hash_block_size or config.cache_config.hash_block_size or self._block_tokens[0]
         self._align = math.lcm(*self._tokens)
-        self._windows = [_window(group.kv_cache_spec) for group in kv_config.kv_cache_groups]
+        self._windows = [window_of(group.kv_cache_spec) for group in kv_config.kv_cache_groups]
         # With several groups, or a window whose blocks are of no use without each other, a load is whole or failed, which only async loads can say.
         self._all_or_nothing = len(self._tokens) > 1 or any(self._windows)
         self._sync = settings.load == "sync" and not self._all_or_nothing
@@ -70,7 +70,7 @@ class SchedulerHalf:
         self._namespace: Namespace | None = None
         self._off = ""
         self._lookup: Lookup | None = None
-        self._description = b""  # not sent to the workers yet
+        self._opening: tuple[bytes, dict[RankId, list[Range | None]]] = (b"", {})  # not sent to the workers yet
         self._requests: dict[str, Asked] = {}
         self._loads: dict[int, Asked] = {}
         self._planned: list[Load] = []
@@ -122,7 +122,7 @@ class SchedulerHalf:
         held = [[part for ranks in named.ranges.values() if (part := ranks[group]) is not None] for group in range(len(self._tokens))]
         parts = tuple(tuple(dict.fromkeys(group)) for group in held)
         self._lookup = Lookup(client, Shape(ns, tuple(self._tokens), tuple(self._windows), parts, self._align))
-        self._description = named.description.canonical
+        self._opening = (named.description.canonical, named.ranges)
         self._expected = Expected([len(group) for group in parts])
         log.info("kvtier is on: mode %s, namespace %s of %s", named.mode, ns.digest.hex()[:16], named.description.model)
 
@@ -240,9 +240,7 @@ class SchedulerHalf:
         plan = Plan()
         if not self._ready:
             return plan
-        if self._description:
-            assert self._namespace is not None
-            plan.description, plan.ranges, self._description = self._description, self._namespace.ranges, b""
+        (plan.description, plan.ranges), self._opening = self._opening, (b"", {})
         plan.loads, self._planned = self._planned, []
         plan.cancelled, self._cancelled = self._cancelled, []
         plan.fence = self._handed_out(output)
@@ -394,11 +392,3 @@ class SchedulerHalf:
             self._drop(asked)
         if self._lookup is not None:
             self._lookup.close()
-
-
-def _window(spec: Any) -> int | None:
-    """Tokens before the next one whose blocks a group keeps; None: all."""
-    if get_kv_cache_spec_sliding_window(spec) is None:
-        return None
-    one = next(iter(iter_layer_specs(spec)))
-    return int(one.sliding_window + one.extra_retained_tokens)
