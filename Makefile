@@ -3,10 +3,11 @@
 #   PYTHON               interpreter that makes the environments (3.11 to 3.13)
 #   KVTIER_TORCH_INDEX   a package index with CPU builds of torch, asked beside the default one. Without it torch comes from the default
 #                        index, which on Linux may be a CUDA build of several GB.
+#   VLLM_PYTHON          the interpreter for vLLM's environment: 3.11, for which there is a CPU wheel of the torch that it pins
 #   ARGS                 more arguments for the program behind demo, test or bench
 #
-# Two environments, each with a stamp, so that a second run costs nothing: .venv (core and development tools, no torch: it proves that the
-# core runs without) and .venv-torch (the same plus torch, for the demo and the tests marked torch).
+# Environments, each with a stamp, so that a second run costs nothing: .venv (core and development tools, no torch: it proves that the
+# core runs without), .venv-torch (the same plus torch, for the demo and the tests marked torch) and .venv-vllm (vLLM for CPU).
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -14,6 +15,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3
+VLLM_PYTHON ?= python3.11
 ARGS ?=
 TORCH_VERSION := 2.13.0
 BENCHES ?= ceilings planes door scrape abuse
@@ -35,7 +37,7 @@ define make-venv
 @$(1)/bin/python -m pip --version >/dev/null 2>&1 || { echo "making $(1) with $$("$(PYTHON)" --version)"; "$(PYTHON)" -m venv --clear $(1); }
 endef
 
-.PHONY: help demo test test-core test-torch test-full fuzz lint format bench proto venv venv-torch clean .venv/core .venv/torch
+.PHONY: help demo test test-core test-torch test-full test-vllm fuzz lint format bench proto venv venv-torch clean .venv/core .venv/torch
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -54,6 +56,11 @@ test-torch: $(TORCH)
 test-full: $(CORE) $(TORCH) ## the tests and their long rounds
 	@$(PY) -m pytest -m "not torch and not gpu" $(ARGS)
 	@$(PYT) -m pytest -m "torch and not gpu" $(ARGS)
+
+test-vllm: ## vLLM's real engine on CPU, in an environment of its own; skipped aloud where it cannot run
+	@code=0; reason=$$(tests/vllm/environment.sh .venv-vllm "$(VLLM_PYTHON)") || code=$$?; \
+	if [ $$code = 3 ]; then echo "test-vllm is SKIPPED: $$reason" >&2; exit 0; fi; \
+	[ $$code = 0 ] && .venv-vllm/bin/python -m pytest -m vllm tests/vllm $(ARGS)
 
 fuzz: $(CORE) ## a million inputs against everything that reads strangers' bytes (some minutes)
 	@nice -n 10 $(PY) -m tests.fuzz --inputs 1000000 $(ARGS)
@@ -99,5 +106,5 @@ $(TORCH): pyproject.toml
 	@touch $@
 
 clean: ## remove environments, caches and what builds left
-	rm -rf .venv .venv-torch build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-torch .venv-vllm build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find kvtier kernels tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
