@@ -227,10 +227,14 @@ class Ledger:
             prev[chain[1:]] = chain[:-1]
             self.idle[head] = len(chain) - 2
 
-    def sealed_rows_by_age(self) -> npt.NDArray[np.int64]:
-        """All sealed rows, oldest first; leased ones stand by their last release."""
+    def copy_sealed(self) -> tuple[dict[str, npt.NDArray[Any]], list[bytes]]:
+        """Copies of the columns of all sealed rows, their numbers as "row", and of every row's key. 20 ms a million blocks."""
         rows = np.flatnonzero(np.frombuffer(self.state, np.uint8) == SEALED)
-        return rows[np.argsort(np.frombuffer(self.age, np.uint64)[rows], kind="stable")]
+        columns: dict[str, npt.NDArray[Any]] = {"row": rows}
+        for name in ("page", "nbytes", "slot", "namespace", "checksum", "age"):
+            column = getattr(self, name)
+            columns[name] = np.frombuffer(column, column.typecode)[rows]
+        return columns, self._keys.copy()
 
     def slab_ages(self, size: int, slab_pages: int) -> dict[int, float]:
         """Mean tick of the blocks of each slab of a size class in which nothing is leased, reserved or doomed. Costs 2 ms at a million rows."""

@@ -13,14 +13,16 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+from kvtier.accounts import Account
 from kvtier.errors import KvtierError, Lost, NotFound
 from kvtier.layout import Extents
 from kvtier.namespaces import Namespace
-from kvtier.store import Account, Store
+from kvtier.store import Store
 from kvtier.tiers import Tier
 
 MAX_QUEUE = 16_384  # keys under way
 THREADS = 4
+PATIENCE = 5.0  # seconds that `close` waits for reads under way
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +34,7 @@ class Promoter:
         self._store = store
         self._tiers = list(tiers)
         self._movers: dict[str, Account] = {}  # by tenant
-        self._wake = threading.Condition()
+        self._wake = threading.Condition(threading.Lock())
         self._queue: deque[tuple[bytes, Namespace, Extents]] = deque()
         self._under_way: set[bytes] = set()
         self._stop = False
@@ -65,16 +67,14 @@ class Promoter:
     def wait(self, keys: Sequence[bytes], until: float) -> None:
         """Returns when none of these keys is under way any more, or at `until` (time.monotonic)."""
         with self._wake:
-            while any(key in self._under_way for key in keys):
-                left = until - time.monotonic()
-                if left <= 0 or not self._wake.wait(left):
-                    return
+            self._wake.wait_for(lambda: self._under_way.isdisjoint(keys), max(0.0, until - time.monotonic()))
 
     def alive(self) -> bool:
         """Whether all threads run."""
         return all(thread.is_alive() for thread in self._threads)
 
     def gauges(self) -> dict[str, int]:
+        """Numbers for operators."""
         with self._wake:
             under_way = len(self._under_way)
         return {
@@ -87,14 +87,15 @@ class Promoter:
         }
 
     def close(self) -> None:
-        """Drops what is queued and ends the threads."""
+        """Drops what is queued and ends the threads. Reads under way are waited for, `PATIENCE` at most."""
         with self._wake:
             self._stop = True
             self._under_way.difference_update(key for key, _, _ in self._queue)
             self._queue.clear()
             self._wake.notify_all()
+        until = time.monotonic() + PATIENCE
         for thread in self._threads:
-            thread.join(5)
+            thread.join(max(0.0, until - time.monotonic()))
 
     def _run(self) -> None:
         while True:
@@ -107,41 +108,54 @@ class Promoter:
             try:
                 self._promote(key, namespace, extents)
             except Exception:  # a fault of ours must not end promotion for good
-                log.exception("promoting a block failed")
-                self.failed_blocks += 1
+                log.exception("promoting failed")
+                self._count("failed_blocks")
             with self._wake:
                 self._under_way.discard(key)
                 self._wake.notify_all()
 
     def _promote(self, key: bytes, namespace: Namespace, extents: Extents) -> None:
-        with self._wake:
-            mover = self._movers.get(namespace.tenant)
-            if mover is None:
-                mover = self._movers[namespace.tenant] = self._store.mover(namespace.tenant)
+        movers = self._store.movers
+        mover = self._mover(namespace.tenant)
         try:
-            row = self._store.make_place(mover, namespace, extents, key)
+            row = movers.make_place(mover, namespace, extents, key)
         except KvtierError:
-            self.refused_blocks += 1  # everything is in use: a miss
+            self._count("refused_blocks")  # everything is in use: a miss
             return
         if row is None:
             return  # it is warm
         checksum: int | None = None
+        source: Tier | None = None
         try:
-            checksum = self._read(key, self._store.slot_of(row)[0], extents.block_bytes)
+            checksum, source = self._read(key, movers.slot_of(row)[0], extents.block_bytes)
         finally:
-            if self._store.finish_place(mover, namespace, row, checksum):
-                self.promoted_blocks += 1
-                self.promoted_bytes += extents.block_bytes
+            visible = movers.finish_place(mover, namespace, row, checksum)
+        if source is not None and not source.find([key])[0]:
+            self._store.forget([key])  # deleted while it was read
+        elif visible:
+            self._count("promoted_blocks")
+            self._count("promoted_bytes", extents.block_bytes)
 
-    def _read(self, key: bytes, slot: memoryview, nbytes: int) -> int | None:
-        """The block from the first tier that has it whole: its checksum, None if none does."""
+    def _mover(self, tenant: str) -> Account:
+        with self._wake:
+            mover = self._movers.get(tenant)
+            if mover is None:
+                mover = self._movers[tenant] = self._store.movers.account(tenant)
+            return mover
+
+    def _read(self, key: bytes, slot: memoryview, nbytes: int) -> tuple[int | None, Tier | None]:
+        """The block from the first tier that has it whole: its checksum and that tier; None if none does."""
         for tier in self._tiers:
             try:
-                return tier.read(key, slot, nbytes)
+                return tier.read(key, slot, nbytes), tier
             except NotFound:
                 continue
             except Lost:
-                self.lost_blocks += 1
+                self._count("lost_blocks")
             except (KvtierError, OSError):
-                self.failed_blocks += 1
-        return None
+                self._count("failed_blocks")
+        return None, None
+
+    def _count(self, name: str, n: int = 1) -> None:
+        with self._wake:
+            setattr(self, name, getattr(self, name) + n)

@@ -90,6 +90,10 @@ class Room:
                 self._arena.poison(self._ledger.page[row] * SLOT_ALIGN, self._ledger.slot[row])
         self._slabs.give(self._ledger.forget(rows))
 
+    def give(self, pages: Sequence[int]) -> None:
+        """Slots from `take` that are not used after all."""
+        self._slabs.give(pages)
+
     def _can_take(self, size: SizeClass, n: int) -> bool:
         """Whether `n` slots of this class can be had by evicting all that may go. Cheap unless slabs of other sizes are needed."""
         ledger, slabs = self._ledger, self._slabs

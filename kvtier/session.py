@@ -17,10 +17,11 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from kvtier.accounts import Account, Reservation
 from kvtier.block import digest
 from kvtier.errors import Denied, Full, Invalid, KvtierError, NotFound
 from kvtier.namespaces import Namespace
-from kvtier.store import Account, Reservation, Store
+from kvtier.store import Store
 
 MAX_SESSIONS = 1024
 MAX_SOCKETS = 64  # of one session

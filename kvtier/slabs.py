@@ -110,15 +110,17 @@ class Slabs:
         self._pool.append(self._unbacked.pop())
 
     def restore(self, pages: npt.NDArray[np.uint32], slots: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
-        """Takes exactly these slots, before any other is taken. Returns which could be: others lie outside, overlap or mix sizes."""
+        """Takes exactly these slots, oldest first, before any other is taken. Returns which could be: others lie outside, overlap or mix sizes."""
         taken = np.zeros(len(pages), np.bool_)
         slab_of = pages // self.slab_pages
         order = np.argsort(slab_of, kind="stable")
         bounds = np.flatnonzero(np.diff(slab_of[order])) + 1
         pool = set(self._pool)
         for mine in np.split(order, bounds) if len(pages) else ():
-            slab, slot = int(slab_of[mine[0]]), int(slots[mine[0]])
+            slab, slot = int(slab_of[mine[0]]), int(slots[mine[-1]])  # of several sizes that of the youngest has written over the others
             if slab not in pool or not 0 < slot <= self.slab_bytes or slot % SLOT_ALIGN:
+                continue
+            if slot not in self.classes and len(self.classes) >= MAX_CLASSES:
                 continue
             size, step, first = self.size_class(slot), slot // SLOT_ALIGN, slab * self.slab_pages
             index, rest = np.divmod(pages[mine].astype(np.int64) - first, step)
@@ -133,6 +135,13 @@ class Slabs:
             self.used[slab] = len(unique)
         self._pool = sorted(pool, reverse=True)
         return taken
+
+    def indices(self, slots: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint8]:
+        """The index of the class of each of these slot sizes, all of which have one."""
+        found = np.zeros(len(slots), np.uint8)
+        for slot, size in self.classes.items():
+            found[slots == slot] = size.index
+        return found
 
     def give(self, pages: Iterable[int]) -> None:
         """Slots are free again."""

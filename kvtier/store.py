@@ -4,7 +4,7 @@ reserve -> fill -> seal | abort        lease -> read -> release        lookup, d
 
 Space is taken before bytes arrive and nothing is visible before it is sealed; sealed blocks never change. No call waits for room, for
 another client or for a disk: it answers less, or Full at once. The lock is held for bookkeeping only, never while bytes are copied or hashed.
-Callers pass an `Account` (their caps) and get rows back; who keeps rows and ids for a client is `session`.
+Callers pass an `Account` (their caps) and get rows back; who keeps rows and ids for a client is `session`. `movers` moves blocks between tiers.
 """
 
 from __future__ import annotations
@@ -12,81 +12,24 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
 
 from kvtier import policy
+from kvtier.accounts import Account, Reservation, Tenant
 from kvtier.arena import Arena
 from kvtier.block import header_template, headers
 from kvtier.errors import Full, Invalid, Lost, Stale
-from kvtier.layout import HEADER_BYTES, SLOT_ALIGN, Extents
+from kvtier.layout import HEADER_BYTES, SLOT_ALIGN
 from kvtier.ledger import Ledger, by_namespace
+from kvtier.movers import Lower, Movers
 from kvtier.namespaces import Namespace, Namespaces
 from kvtier.room import Counters, Room
 from kvtier.slabs import Slabs
 
 PRESENT = 2**64 - 1
 MAX_KEYS = 16_384
+_LOOK = 512  # keys of one question to the tiers below
 _DROP_STEP = 2048  # blocks forgotten in one hold of the lock: about 5 ms
 END, MISS, COLD, CAP, NO_TIER = range(5)  # why an answer stopped; the numbers of `Stop` in the proto
-
-
-@dataclass(slots=True, eq=False)
-class Tenant:
-    """What all sessions of one tenant hold, in bytes; a slot held by several of them counts once."""
-
-    name: str
-    held: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class Account:
-    """What one session holds, in bytes of slots leased and reserved. Changed under the store's lock only."""
-
-    tenant: Tenant
-    held: int = 0
-    own: bool = False  # the daemon's own (pins): its leases are not counted as loads
-    leased: set[int] = field(default_factory=set)  # rows, of movers only: a session keeps its own
-    reserved: set[int] = field(default_factory=set)
-
-
-class Lower(Protocol):
-    """What lies below the arena, as far as the store asks. None of these waits; `offer`, `delete` and `drop` are called without the store's lock."""
-
-    def find(self, keys: Sequence[bytes]) -> list[bool]:
-        """For each key whether it is known down there."""
-
-    def offer(self, keys: Sequence[bytes], namespace: Namespace) -> None:
-        """These blocks were sealed."""
-
-    def delete(self, keys: Sequence[bytes]) -> None:
-        """These blocks are to be forgotten."""
-
-    def drop(self, namespace: Namespace) -> int:
-        """All blocks of a namespace are to be forgotten; how many there were."""
-
-    def handles(self) -> set[int]:
-        """Handles of the namespaces that have blocks there."""
-
-
-@dataclass(slots=True, eq=False)
-class Reservation:
-    """Slots taken for a writer. `rows[i]` is None where key i was present already or entry i is finished; `lost` were aborted or dropped."""
-
-    namespace: Namespace
-    nbytes: int
-    rows: list[int | None]
-    pages: list[int]
-    headers: list[bytes]
-    lost: set[int] = field(default_factory=set)
-
-    @property
-    def open(self) -> bool:
-        return any(row is not None for row in self.rows)
-
-    def stored(self, indices: Sequence[int]) -> int:
-        """How many of these entries, all finished, are stored: sealed by anyone, or present from the start."""
-        return len(indices) - sum(i in self.lost for i in indices) if self.lost else len(indices)
 
 
 class Store:
@@ -103,9 +46,9 @@ class Store:
         self._room = Room(arena, self._slabs, self._ledger, self.counters, poison)
         self._lock = threading.Lock()
         self._tenants: dict[str, Tenant] = {}
-        self._movers: list[Account] = []
+        self.movers = Movers(arena, self._ledger, self._room, self._lock, lambda tenant: self.account(tenant, own=True))
         self.lower: Lower | None = None
-        self.namespaces = Namespaces(self._handles_in_use, self._drop_blocks)
+        self.namespaces = Namespaces(self._handles_in_use, self._purge)
         self.capacity = self._slabs.usable_bytes
         self.session_cap = int(self.capacity * policy.SESSION_SHARE)
         self.pin_cap = int(self.capacity * policy.PIN_SHARE)
@@ -115,13 +58,6 @@ class Store:
         """A new, empty account under a tenant."""
         with self._lock:
             return Account(self._tenants.setdefault(tenant, Tenant(tenant)), own=own)
-
-    def mover(self, tenant: str) -> Account:
-        """An account of the daemon's own for moving a tenant's blocks between tiers. No cap applies: who moves holds few blocks at once."""
-        account = self.account(tenant, own=True)
-        with self._lock:
-            self._movers.append(account)
-        return account
 
     # -- writers
 
@@ -199,8 +135,8 @@ class Store:
             self.counters.sealed_bytes += (len(rows) - len(losers)) * reservation.nbytes
             self.counters.already_blocks += len(losers)
             self.counters.bad_headers += dropped
-        if self.lower is not None and rows:
-            self.lower.offer([key for key, won in zip(keys, sealed, strict=True) if won], reservation.namespace)
+        if (lower := self.lower) is not None and rows:
+            lower.offer([key for key, won in zip(keys, sealed, strict=True) if won], reservation.namespace)
         if dropped:
             raise Lost(f"the header of {dropped} blocks was changed by the writer; they are dropped")
         return reservation.stored(indices)
@@ -218,18 +154,19 @@ class Store:
 
     def lookup_tiers(self, keys: list[bytes]) -> tuple[int, int]:
         """How many leading keys are known in any tier, and how many in the arena. No side effects but counting."""
+        counters = self.counters
         with self._lock:
-            warm = len(self._ledger.find(keys))
-        known = warm
-        if warm < len(keys) and self.lower is not None:
-            rest = keys[warm:]
-            here = [a or b for a, b in zip(self.lookup_each(rest), self.lower.find(rest), strict=True)]
-            known += here.index(False) if False in here else len(rest)
+            known = warm = len(self._ledger.find(keys))
+        while self.lower is not None and known < len(keys):
+            part = self.known_each(keys[known : known + _LOOK])
+            known += part.index(False) if False in part else len(part)
+            if False in part:
+                break
         with self._lock:
-            self.counters.lookup_keys += len(keys)
-            self.counters.lookup_hits += known
-            self.counters.lookup_warm += warm
-            self.counters.lookup_misses += known < len(keys)
+            counters.lookup_keys += len(keys)
+            counters.lookup_hits += known
+            counters.lookup_warm += warm
+            counters.lookup_misses += known < len(keys)
         return known, warm
 
     def lookup_each(self, keys: Sequence[bytes]) -> list[bool]:
@@ -239,8 +176,10 @@ class Store:
 
     def known_each(self, keys: Sequence[bytes]) -> list[bool]:
         """For every single key whether any tier has it. No side effects."""
-        warm = self.lookup_each(keys)
-        return warm if self.lower is None else [a or b for a, b in zip(warm, self.lower.find(keys), strict=True)]
+        if (lower := self.lower) is None:
+            return self.lookup_each(keys)
+        below = lower.find(keys)  # before the arena: a block on its way up is in one of them
+        return [a or b for a, b in zip(self.lookup_each(keys), below, strict=True)]
 
     def lease(self, account: Account, keys: list[bytes]) -> tuple[list[int], list[int], int]:
         """Pins the leading known blocks: (rows, offsets, why it stopped), one each per key. A leased slot never moves, goes or changes.
@@ -261,7 +200,7 @@ class Store:
             account.tenant.held += ledger.lease(unique)
             page = ledger.page
             offsets = [page[row] * SLOT_ALIGN for row in rows]
-            if stop == MISS and self.lower is not None and self.lower.find([keys[len(rows)]])[0]:
+            if stop == MISS and (lower := self.lower) is not None and lower.find([keys[len(rows)]])[0]:
                 stop = COLD
             if not account.own:
                 self.counters.lease_keys += len(keys)
@@ -279,74 +218,23 @@ class Store:
             self._room.free(doomed)
 
     def delete(self, keys: list[bytes]) -> int:
-        """Forgets these blocks now; a leased one's slot is freed after its last lease. Returns how many were known. Reservations are untouched."""
+        """Forgets these blocks now; a leased one's slot is freed after its last lease. Returns how many were known. Reservations are untouched.
+
+        Arena, tiers, arena: whoever copies such a block down or up meanwhile looks afterwards whether it is still there, and finds that it is not.
+        """
+        known = self.forget(keys)
+        if (lower := self.lower) is not None:
+            known |= {key for key, here in zip(keys, lower.find(keys), strict=True) if here}
+            lower.delete(keys)
+            known |= self.forget(keys)
+        return len(known)
+
+    def forget(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Forgets these blocks in the arena alone. Returns those that were known."""
         with self._lock:
-            present = self._ledger.find_each(keys)
-            rows = list(dict.fromkeys(row for row in present if row is not None))
-            self._forget(rows)
-        if self.lower is not None:
-            known = self.lower.find(keys)
-            self.lower.delete(keys)
-            return len({key for key, warm, cold in zip(keys, present, known, strict=True) if warm is not None or cold})
-        return len(rows)
-
-    # -- movers: blocks between the tiers
-
-    def hold(self, account: Account, keys: Sequence[bytes], most: int) -> dict[int, int]:
-        """Pins those of these keys (each once) that are in the arena, up to `most` bytes: {index: row}. `let_go` ends it. Does not count as use."""
-        with self._lock:
-            found: dict[int, int] = {}
-            total = 0
-            for i, row in enumerate(self._ledger.find_each(keys)):
-                if row is None or row in account.leased:
-                    continue
-                total += self._slot_bytes(row)
-                if total > most and found:
-                    break
-                found[i] = row
-            rows = list(found.values())
-            account.tenant.held += self._ledger.lease(rows)
-            account.held += sum(map(self._slot_bytes, rows))
-            account.leased.update(rows)
-            return found
-
-    def let_go(self, account: Account, rows: Sequence[int]) -> None:
-        """Ends `hold` on these rows."""
-        with self._lock:
-            account.leased.difference_update(rows)
-        self.release(account, rows)
-
-    def slot_of(self, row: int) -> tuple[memoryview, int]:
-        """The whole slot of a held or reserved row, and the bytes of its block."""
-        start = self._ledger.page[row] * SLOT_ALIGN
-        return self.arena.memory[start : start + self._slot_bytes(row)], self._ledger.nbytes[row]
-
-    def make_place(self, account: Account, namespace: Namespace, extents: Extents, key: bytes) -> int | None:
-        """Takes a slot for a block that comes up from a lower tier: its row, None if it is here already. Raises Full, Invalid, Stale."""
-        with self._lock:
-            if namespace.dropped:
-                raise Stale("this namespace was dropped")
-            if self._ledger.find_each([key])[0] is not None:
-                return None
-            size = self._room.size_class(extents.slot_bytes)
-            pages = self._room.take(size, 1)
-            (row,) = self._ledger.reserve(pages, [key], extents.block_bytes, extents.slot_bytes, size.index, namespace.handle)
-            account.held += extents.slot_bytes
-            account.tenant.held += extents.slot_bytes
-            account.reserved.add(row)
-            return row
-
-    def finish_place(self, account: Account, namespace: Namespace, row: int, checksum: int | None) -> bool:
-        """Makes the block in this slot, verified against its checksum, visible; without a checksum gives the slot back. Whether it is visible."""
-        with self._lock:
-            account.reserved.discard(row)
-            account.held -= self._slot_bytes(row)
-            account.tenant.held -= self._slot_bytes(row)
-            if checksum is not None and not namespace.dropped and self._ledger.seal([row])[0]:
-                self._ledger.checksum[row] = checksum
-                return True
-            self._room.free([row])
-            return False
+            found = {key: row for key, row in zip(keys, self._ledger.find_each(keys), strict=True) if row is not None}
+            self._forget(list(found.values()))
+            return set(found)
 
     def checksums(self, rows: Sequence[int]) -> list[int]:
         """What the ledger has as digests of these rows, 0 where nobody has computed one. The caller holds a lease on them."""
@@ -367,8 +255,7 @@ class Store:
     def drop(self, namespace: Namespace) -> int:
         """Forgets a namespace and all its blocks, in steps that leave the lock in between. Returns the number of blocks."""
         self.namespaces.drop(namespace)
-        below = self.lower.drop(namespace) if self.lower is not None else 0
-        return max(self._drop_blocks(namespace), below)
+        return self._purge(namespace)
 
     def gauges(self) -> dict[str, int]:
         """Bytes and blocks as they stand. Holds the lock for microseconds."""
@@ -405,7 +292,7 @@ class Store:
             assert sum(tenant.held for tenant in self._tenants.values()) == total, "tenants' accounts do not add up"
             self.namespaces.check_integrity(set(by_namespace(*self._ledger.snapshot())))
             if holders is not None:
-                holders = [*holders, *((mover, dict.fromkeys(mover.leased, 1), set(mover.reserved)) for mover in self._movers)]
+                holders = [*holders, *((mover, dict.fromkeys(mover.leased, 1), set(mover.reserved)) for mover in self.movers.accounts)]
                 leases: Counter[int] = Counter()
                 claimed: set[int] = set()
                 shares: dict[str, set[int]] = {name: set() for name in self._tenants}
@@ -419,6 +306,11 @@ class Store:
                 assert dict(leases) == held and claimed == reserved, "a lease or reservation without a holder"
                 for name, share in shares.items():
                     assert self._tenants[name].held == sum(map(self._slot_bytes, share)), f"the account of tenant {name} does not add up"
+
+    def _purge(self, namespace: Namespace) -> int:
+        """Forgets the blocks of a namespace that is dropped already. The largest number that a tier had."""
+        below = lower.drop(namespace) if (lower := self.lower) is not None else 0
+        return max(self._drop_blocks(namespace), below)
 
     def _drop_blocks(self, namespace: Namespace) -> int:
         dropped = 0
@@ -504,6 +396,6 @@ class Store:
             memory[offset + nbytes : offset + slot] = padding
 
     def _handles_in_use(self) -> set[int]:
-        below = self.lower.handles() if self.lower is not None else set()
+        below = lower.handles() if (lower := self.lower) is not None else set()
         with self._lock:
             return self._ledger.handles() | below

@@ -5,7 +5,7 @@ Built by the daemon where a lower tier is configured; without one the store has 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvtier.layout import Extents
 from kvtier.namespaces import Namespace
@@ -16,12 +16,12 @@ from kvtier.tiers import Tier
 
 
 class Tiering:
-    """Tiers in the order they are asked (the fastest first), each with its settler. Attaches itself to the store."""
+    """Tiers in the order they are asked (the fastest first), each with its settler. Attaches itself to the store. `budgets` are by a tier's name."""
 
-    def __init__(self, store: Store, tiers: Sequence[Tier], budget: Budget | None = None) -> None:
+    def __init__(self, store: Store, tiers: Sequence[Tier], budgets: Mapping[str, Budget] | None = None) -> None:
         self._store = store
         self.tiers = list(tiers)
-        self._settlers = [Settler(store, tier, budget) for tier in self.tiers]
+        self._settlers = [Settler(store, tier, (budgets or {}).get(tier.name)) for tier in self.tiers]
         self.promoter = Promoter(store, self.tiers)
         store.lower = self
 

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from kvtier import slabs as slabs_module
+from kvtier.accounts import Account, Reservation
 from kvtier.arena import POISON, Arena
 from kvtier.errors import Full, Invalid, Lost, Stale
 from kvtier.layout import HEADER_BYTES, SLOT_ALIGN
 from kvtier.slabs import SLAB_BYTES
-from kvtier.store import CAP, END, MISS, PRESENT, Account, Reservation, Store
+from kvtier.store import CAP, END, MISS, PRESENT, Store
 from tests.daemon import body, description
 from tests.inside import Inside, KiB, MiB, Space
 

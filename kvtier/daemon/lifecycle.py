@@ -177,7 +177,7 @@ class Daemon:
         if ssd is None:
             return
         tier = Ssd(ssd.path, ssd.size, self.store.namespaces.register, sync=ssd.sync, min_free=ssd.free)
-        tiering = Tiering(self.store, [tier], Budget(ssd.write, ssd.daily))
+        tiering = Tiering(self.store, [tier], {tier.name: Budget(ssd.write, ssd.daily)})
         self._undo.insert(len(self._undo) - 1, lambda: tiering.close(DRAIN))  # after the lane: nothing is sealed any more
         self.service.tiering = tiering
         self._parts["lower tiers"] = tiering

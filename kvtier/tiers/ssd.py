@@ -4,71 +4,48 @@ Bytes go straight between file and slot (O_DIRECT; through the page cache where 
 evicted for it is journalled as forgotten, then the data is written, then the journal says "here". So after a crash at any point each block is
 whole or absent; a power cut without `sync` can leave a record without its data, which the checksum turns into a miss. A start reads the index only.
 The capacity is a hard cap on everything in the directory, checked before writing, beside a floor of free space on the file system.
-A fault of the disk degrades the tier (gauge, one log line a change; tried again after a pause), never the daemon. Thread-safe; its lock is held
-for bookkeeping and journal appends, not while block bytes move.
+A fault of the disk degrades the tier (gauge, one log line a change; tried again after a pause), never the daemon.
+
+Thread-safe. The index's lock keeps the journal in order and may be held for as long as the disk takes; `_lock` guards the books and is held for
+microseconds, never over I/O, so that nobody who only asks waits for a disk. Taken in this order. The format is docs/ssd.md.
 """
 
 from __future__ import annotations
 
-import fcntl
-import json
 import logging
-import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-
-import numpy as np
 
 from kvtier import block
 from kvtier.errors import Full, Invalid, KvtierError, Lost, NotFound, Unavailable
+from kvtier.identity import check_text
 from kvtier.layout import SLOT_ALIGN
 from kvtier.ledger import Ledger, by_namespace
 from kvtier.namespaces import Namespace
-from kvtier.room import Counters, Room
+from kvtier.room import Counters
 from kvtier.slabs import Slabs, default_slab
-from kvtier.tiers import Outgoing
-from kvtier.tiers.journal import FORGET, PUT, RECORD, Journal, Records, sync_directory
+from kvtier.tiers import Outgoing, directory, replay
+from kvtier.tiers.books import SsdRoom, Suspects, Tombstones, Totals
+from kvtier.tiers.data import DataFile
+from kvtier.tiers.disk import Disk
+from kvtier.tiers.health import READ, SPACE, WRITE, Health
+from kvtier.tiers.index import Index
+from kvtier.tiers.journal import Journal
 
-FORMAT = 1
-MIN_CAPACITY = 2**20
-INDEX_SHARE = 16  # one part in 16 of the capacity is kept for journal and checkpoints
+MIN_CAPACITY, MAX_CAPACITY = 4 * 2**20, 2**44  # a slot's place is 32 bits of pages
+INDEX_SHARE = 16  # one part in 16 of the capacity is kept for journal and checkpoints: a record of 64 bytes for each slot of 4 KiB, four times
+MIN_INDEX = 2**18
+SMALL = 2**16  # of that for the small files, and for what files take beyond their sizes
 MAX_QUARANTINED = 256  # slots that failed a check are not used again before a restart; beyond, the oldest are
-_PAUSE = (1.0, 30.0)  # seconds after a fault of the disk: first and longest
+PATIENCE = 5.0  # seconds that `close` waits for calls under way
 Register = Callable[[bytes, str], Namespace]
+Placed = list[tuple[Outgoing, int]]  # blocks and the rows reserved for them
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Totals:
-    """Totals since the start."""
-
-    written_blocks: int = 0
-    written_bytes: int = 0
-    read_blocks: int = 0
-    read_bytes: int = 0
-    refused_blocks: int = 0  # not written: no room, or the tier was degraded
-    evicted_blocks: int = 0
-    lost_blocks: int = 0  # failed their check when they came back
-    read_faults: int = 0
-    write_faults: int = 0
-    checkpoints: int = 0
-
-
-class _SsdRoom(Room):
-    """Room whose evictions leave a tombstone for the journal."""
-
-    def __init__(self, slabs: Slabs, ledger: Ledger, counters: Counters, tombstones: list[bytes]) -> None:
-        super().__init__(None, slabs, ledger, counters, poison=False)
-        self._tombstones = tombstones
-
-    def free(self, rows: Sequence[int]) -> None:
-        """Forgets rows; those that the journal knows get a tombstone."""
-        self._tombstones += [self._ledger.key(row) for row in rows if self._ledger.checksum[row]]
-        super().free(rows)
 
 
 class Ssd:
@@ -79,104 +56,107 @@ class Ssd:
     sync        a written block also survives a power cut
     min_free    bytes that stay free on the file system for others; the file does not grow below that
 
-    Raises Invalid (unusable directory or size), Unavailable (another process owns it).
+    Raises Invalid (unusable directory or size), Unavailable (another process owns it), Full (a disk that fails, or no descriptors).
     """
 
     name = "ssd"
 
-    def __init__(self, directory: Path, capacity: int, register: Register, *, sync: bool = False, min_free: int = 0) -> None:
-        if capacity < MIN_CAPACITY:
-            raise Invalid(f"an SSD tier has at least {MIN_CAPACITY} bytes, not {capacity}")
-        self._directory = directory
+    def __init__(self, path: Path, capacity: int, register: Register, *, sync: bool = False, min_free: int = 0, disk: Disk | None = None) -> None:
+        if not MIN_CAPACITY <= capacity <= MAX_CAPACITY:
+            raise Invalid(f"an SSD tier has {MIN_CAPACITY} to {MAX_CAPACITY} bytes, not {capacity}")
+        self.capacity = capacity
+        self.totals = Totals()
+        self._path = path
         self._sync = sync
         self._min_free = min_free
-        self._lock = threading.Lock()
-        self.totals = Totals()
-        self.capacity = capacity
-        self._fault = ""
-        self._failures = 0
-        self._not_before = 0.0
-        self._fd = -1
-        try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._guard = _claim(directory)
-        except OSError as error:
-            raise Invalid(f"cannot use {directory} as SSD tier: {error.strerror}") from None
-        try:
-            self._open(register)
-        except BaseException:
-            self.close()
-            raise
+        self._disk = disk or Disk()
+        self._lock = threading.Condition(threading.Lock())
+        self._health = Health(self.name)
+        self._suspects = Suspects()
+        self._tombstones = Tombstones()
+        self._quarantine: list[int] = []
+        self._users = 0  # calls under way
+        self._closing = False
+        with ExitStack() as stack, directory.explained(path):
+            directory.make(path, self._disk)
+            stack.callback(self._disk.close, directory.claim(path, self._disk))
+            self._open(register, stack)
+            self._files = stack.pop_all()
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
-        """For each key whether the block is indexed here. No I/O and no lock, which a slow disk may hold: single dict reads are atomic."""
-        return [row is not None for row in self._ledger.find_each(keys)]
+        """For each key whether the block is here, and not one that failed to be read a moment ago. No I/O and no lock: dict reads are atomic."""
+        rows, suspects = self._ledger.find_each(keys), self._suspects
+        now = time.monotonic() if suspects else 0.0
+        return [row is not None and not (now and suspects.wait(key, now)) for key, row in zip(keys, rows, strict=True)]
 
     def write(self, blocks: Sequence[Outgoing]) -> list[bool]:
         """Keeps blocks, evicting what was used longest ago. For each whether it is here now; False after a fault or without room."""
-        here = [False] * len(blocks)
-        placed: list[tuple[int, int]] = []
-        try:
+        with self._used():
+            placed: Placed = []
+            try:
+                with self._lock:
+                    if self._health.paused(WRITE) or not self._index.has_room(len(blocks)):
+                        raise Full("not now")
+                with self._index.lock:
+                    self._index.bury()  # what an earlier write could not: else nothing more is evicted
+                    self._grow(blocks)
+                    with self._lock:
+                        self._place(blocks, placed)
+                    self._index.bury()
+                if placed:
+                    self._data.write([(out.slot, self._ledger.page[row] * SLOT_ALIGN) for out, row in placed])
+                    with self._index.lock:
+                        self._seal(placed)
+            except Full:
+                with self._lock:
+                    self.totals.refused_blocks += self._known(blocks).count(False)
+            except OSError as error:
+                self._failed(error)
+            finally:
+                if placed:
+                    with self._lock:
+                        self._room.free([row for _, row in placed])
             with self._lock:
-                if time.monotonic() < self._not_before:
-                    self.totals.refused_blocks += len(blocks)
-                    return self._known(blocks)
-                placed = self._place(blocks, here)
-                self._bury()
-        except OSError as error:
-            self._failed("journal", error, placed_rows(placed))
-            return here
-        try:
-            for i, row in placed:
-                _write_slot(self._fd, blocks[i].slot, self._ledger.page[row] * SLOT_ALIGN)
-            if self._sync and placed:
-                os.fdatasync(self._fd)
-            with self._lock:
-                self._seal(blocks, placed, here)
-        except OSError as error:
-            self._failed("data", error, placed_rows(placed))
-            return self._known(blocks)
-        if placed:
-            self._recovered()
-        self._maybe_checkpoint()
-        return here
+                if self._index.due():
+                    self._lock.notify_all()
+                return self._known(blocks)
 
     def read(self, key: bytes, slot: memoryview, nbytes: int) -> int:
         """Reads a block into `slot` (its whole slot is read) and returns its checksum, verified. Raises NotFound, Lost or Unavailable."""
-        with self._lock:
-            rows = self._ledger.find([key])
-            if not rows:
-                raise NotFound("not on the SSD")
-            row = rows[0]
-            size, checksum, known = self._ledger.slot[row], self._ledger.checksum[row], self._ledger.nbytes[row]
-            offset = self._ledger.page[row] * SLOT_ALIGN
-            self._ledger.lease(rows)
-        bad = ""
-        try:
-            if known != nbytes or size != len(slot):
-                raise Lost(f"a block of {known} bytes in a slot of {size}, asked for as {nbytes} in {len(slot)}")
-            got = os.preadv(self._fd, [slot], offset)
-            if got != size:
-                raise Lost(f"the data file ends inside the block: {got} of {size} bytes")
-            block.verify(slot[:nbytes], key, checksum)
-        except Lost as error:
-            bad = str(error)
-            raise
-        except OSError as error:
-            self.totals.read_faults += 1
-            raise Unavailable(f"reading the SSD failed: {error.strerror}") from None
-        finally:
+        ledger = self._ledger
+        with self._used():
             with self._lock:
-                self._done_reading(row, bad)
-        self.totals.read_blocks += 1
-        self.totals.read_bytes += nbytes
-        return checksum
+                row = ledger.find_each([key])[0]
+                if row is None:
+                    raise NotFound("not on the SSD")
+                size, checksum, known, offset = ledger.slot[row], ledger.checksum[row], ledger.nbytes[row], ledger.page[row] * SLOT_ALIGN
+                ledger.lease([row])
+            fault: Exception | None = None
+            try:
+                if known != nbytes or size != len(slot):
+                    raise Lost(f"a block of {known} bytes in a slot of {size}, asked for as {nbytes} in {len(slot)}")
+                got = self._data.read(slot, offset)
+                if got != size:
+                    raise Lost(f"the data file ends inside the block: {got} of {size} bytes")
+                block.verify(slot[:nbytes], key, checksum)
+            except Lost as error:
+                fault = error
+                raise
+            except OSError as error:
+                fault = error
+                raise Unavailable(f"reading the SSD failed: {error.strerror}") from None
+            finally:
+                with self._lock:
+                    self._done_reading(row, key, nbytes, fault)
+            return checksum
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Forgets these blocks, with tombstones in the journal."""
+        """Forgets these blocks. Their tombstones are on disk when this returns, unless the disk takes longer than 50 ms."""
         with self._lock:
             rows = list(dict.fromkeys(row for row in self._ledger.find_each(keys) if row is not None))
-            return self._forget(rows)
+            self._forget(rows)
+            self._index.await_burial()
+        return len(rows)
 
     def drop(self, namespace: Namespace) -> int:
         """Forgets all blocks of a namespace."""
@@ -184,9 +164,11 @@ class Ssd:
         while True:
             with self._lock:
                 rows = self._ledger.rows_of_namespace(namespace.handle, 2048)
+                self._forget(rows)
                 if not rows:
+                    self._index.await_burial()
                     return dropped
-                dropped += self._forget(rows)
+            dropped += len(rows)
 
     def handles(self) -> set[int]:
         """Handles of the namespaces whose blocks are here."""
@@ -198,14 +180,17 @@ class Ssd:
         with self._lock:
             books = {
                 "capacity_bytes": self.capacity,
-                "file_bytes": self._backed * self._slabs.slab_bytes,
+                "file_bytes": self._data.nbytes,
+                "index_bytes": self._index.nbytes,
                 "used_bytes": self._slabs.taken_bytes(),
                 "blocks": self._ledger.known,
                 "quarantined_slots": len(self._quarantine),
-                "degraded": int(bool(self._fault)),
-                "direct": int(self._direct),
+                "degraded": int(self._health.degraded),
+                "direct": int(self._data.direct),
+                "evicted_blocks_total": self._counters.evicted_blocks,
+                "checkpoints_total": self._index.checkpoints,
             }
-        return books | {f"{name}_total": getattr(self.totals, name) for name in self.totals.__slots__}
+            return books | {f"{name}_total": getattr(self.totals, name) for name in self.totals.__slots__}
 
     def blocks_by_namespace(self) -> dict[int, tuple[int, int]]:
         """{handle: (blocks, their bytes)}."""
@@ -214,356 +199,202 @@ class Ssd:
         return by_namespace(*snapshot)
 
     def check_integrity(self) -> None:
-        """Asserts that index and slots agree."""
+        """Asserts that index and slots agree, with each other and with the capacity."""
         with self._lock:
             pages = self._ledger.check_integrity()
             self._slabs.check_integrity({page: self._ledger.slot[row] for page, row in pages.items()})
+            assert self._data.nbytes + self._index.nbytes + SMALL <= self.capacity, "more bytes than the capacity"
+            assert self._users or self._ledger.held_rows() == dict.fromkeys(self._quarantine, 1), "a row is held by nobody"
 
     def close(self) -> None:
-        """Closes files and gives the directory up."""
-        for fd in (self._fd, self._guard):
-            if fd >= 0:
-                os.close(fd)
-        self._fd = self._guard = -1
-        if hasattr(self, "_journal"):
-            self._journal.close()
+        """Ends the thread and closes files; the directory is free then. If the disk keeps a call for longer than `PATIENCE`, both stay ours."""
+        until = time.monotonic() + PATIENCE
+        with self._lock:
+            self._closing = True
+            self._lock.notify_all()
+            idle = self._lock.wait_for(lambda: not self._users, PATIENCE)
+        if self._index.stop(max(0.1, until - time.monotonic())) and idle:
+            self._files.close()
+        else:
+            log.warning("ssd still busy")
 
-    # -- start
+    # -- start and end
 
-    def _open(self, register: Register) -> None:
-        """Reads the index, opens the data file. Raises Invalid for a directory of another format."""
-        data = self.capacity - self.capacity // INDEX_SHARE
-        disk = os.statvfs(self._directory)
-        data = min(data, max(MIN_CAPACITY, disk.f_blocks * disk.f_frsize - self._min_free - self.capacity // INDEX_SHARE))
-        slab_bytes = _format(self._directory, default_slab(data))
-        self._fd, self._direct = _open_data(self._directory / "blocks")
-        size = os.fstat(self._fd).st_size
-        if size > data // slab_bytes * slab_bytes:  # the capacity was made smaller
-            size = data // slab_bytes * slab_bytes
-            os.ftruncate(self._fd, size)
-        self._backed = size // slab_bytes
-        self._slabs = Slabs(data, slab_bytes, self._backed)
+    def _open(self, register: Register, stack: ExitStack) -> None:
+        """Reads the index, opens the data file. What `stack` gets is closed in the end. Raises Invalid for a directory of another format, OSError."""
+        usable = min(self.capacity, max(MIN_CAPACITY, self._disk.free(self._path)[0] - self._min_free))
+        index = max(MIN_INDEX, usable // INDEX_SHARE)
+        data = usable - index
+        slab_bytes = directory.read_format(self._path, self._disk)
+        if slab_bytes is None:
+            slab_bytes = default_slab(data)
+            directory.write_format(self._path, slab_bytes, self._disk)
+        self._data = DataFile(self._path / directory.DATA, self._disk, slab_bytes, data // slab_bytes, self._sync)
+        stack.callback(self._data.close)
+        self._slabs = Slabs(data, slab_bytes, self._data.slabs)
         self._ledger = Ledger()
         self._counters = Counters()
-        self._tombstones: list[bytes] = []
-        self._room = _SsdRoom(self._slabs, self._ledger, self._counters, self._tombstones)
-        self._quarantine: list[int] = []
-        self._numbers: dict[int, int] = {}  # handle -> number in the journal
-        self._described: dict[int, tuple[str, bytes]] = {}  # number -> (tenant, description)
-        self._journal = Journal(self._directory, self._sync)
-        self._checkpointing = False
+        self._room = SsdRoom(self._slabs, self._ledger, self._counters, self._tombstones)
+        journal = Journal(self._path, index - SMALL, self._sync, self._disk)
+        stack.callback(journal.close)
+        self._index = Index(journal, self._ledger, self._tombstones, self._lock, self._health)
         began = time.monotonic()
-        records = self._replay(register)
-        self._restore(records)
-        log.info("ssd: %d blocks in %s, index read in %.3f s", self._ledger.known, self._directory, time.monotonic() - began)
+        records = self._index.load(lambda tenant, description: self._handle(register, tenant, description))
+        fits = self._slabs.restore(records["page"].astype("u4"), records["slot"].astype("u4"))
+        records = records[fits & (records["nbytes"] <= records["slot"]) & (records["nbytes"] > 0)]
+        columns = {name: records[name] for name in ("page", "nbytes", "slot", "namespace", "checksum")}
+        self._ledger.restore({**columns, "size": self._slabs.indices(records["slot"])}, replay.keys_of(records))
+        self._index.start(self._failed)
+        seconds = round(time.monotonic() - began, 3)
+        log.info("ssd opened", extra={"fields": {"blocks": self._ledger.known, "path": self._path, "seconds": seconds}})
 
-    def _replay(self, register: Register) -> Records:
-        """The live records in the order they were put; namespaces become known on the way."""
-        handles: dict[int, int] = {}
-        parts: list[bytes] = []
-        for entry in self._journal.load():
-            if isinstance(entry, bytes):
-                parts.append(entry)
-                continue
-            number, tenant, description = entry
-            try:
-                namespace = register(description, tenant)
-            except KvtierError as error:  # a description of a newer version: its blocks are unreadable, not dangerous
-                log.warning("ssd: a namespace in %s is not understood: %s", self._directory, error)
-                continue
-            handles[number] = namespace.handle
-            self._numbers[namespace.handle] = number
-            self._described[number] = (tenant, description)
-        records = _latest(np.frombuffer(b"".join(parts), RECORD))
-        known = np.isin(records["namespace"], np.fromiter(handles, np.uint32, len(handles)))
-        records = records[known].copy()
-        if len(records):
-            table = np.zeros(max(handles) + 1, np.uint32)
-            table[list(handles)] = list(handles.values())
-            records["namespace"] = table[records["namespace"]]
-        return records
+    def _handle(self, register: Register, tenant: str, description: bytes) -> int | None:
+        """The handle of a namespace that the directory holds. None for one of a newer version: its blocks are unreadable, not dangerous."""
+        try:
+            check_text("tenant", tenant)
+            return register(description, tenant).handle
+        except KvtierError as error:
+            log.warning("ssd namespace not understood", extra={"fields": {"reason": error}})
+            return None
 
-    def _restore(self, records: Records) -> None:
-        ok = self._slabs.restore(records["page"].astype(np.uint32), records["slot"].astype(np.uint32))
-        records = records[ok & (records["nbytes"] <= records["slot"])]
-        sizes = np.zeros(len(records), np.uint8)
-        for slot, size in self._slabs.classes.items():
-            sizes[records["slot"] == slot] = size.index
-        columns = {name: records[name] for name in ("page", "nbytes", "slot", "namespace", "checksum")} | {"size": sizes}
-        self._ledger.restore(columns, _keys(records))
+    @contextmanager
+    def _used(self) -> Iterator[None]:
+        """Files stay open inside. Raises Unavailable once `close` was called."""
+        with self._lock:
+            if self._closing:
+                raise Unavailable("the SSD tier is closed")
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if self._closing:
+                    self._lock.notify_all()
 
-    # -- under the lock
+    # -- a write, step by step
 
     def _known(self, blocks: Sequence[Outgoing]) -> list[bool]:
-        return [row is not None for row in self._ledger.find_each([b.key for b in blocks])]
+        return [row is not None for row in self._ledger.find_each([out.key for out in blocks])]
 
-    def _place(self, blocks: Sequence[Outgoing], here: list[bool]) -> list[tuple[int, int]]:
-        """Takes slots for blocks that are not here yet: [(index, row)]. Marks those that are."""
-        placed = []
-        for i, (out, known) in enumerate(zip(blocks, self._known(blocks), strict=True)):
-            if known or out.namespace.dropped:
-                here[i] = known
+    def _grow(self, blocks: Sequence[Outgoing]) -> None:
+        """Puts disk behind as many slabs as these blocks need, as far as capacity and file system allow; else what is there must do."""
+        while self._short_of(blocks):
+            fault = self._data.grow(self._min_free)
+            with self._lock:
+                if fault:
+                    self._health.bad(SPACE, fault, pause=False)
+                    return
+                self._slabs.back()
+                self._health.good(SPACE)
+
+    def _short_of(self, blocks: Sequence[Outgoing]) -> bool:
+        """Whether these blocks need another slab with disk behind it, and the capacity has one."""
+        slabs = self._slabs
+        with self._lock:
+            if slabs.unbacked is None:
+                self._health.good(SPACE)
+                return False
+            fresh = Counter(len(out.slot) for out, known in zip(blocks, self._known(blocks), strict=True) if not known)
+            need = 0
+            for slot, n in fresh.items():
+                free = len(slabs.classes[slot].free) if slot in slabs.classes else 0
+                if slot <= slabs.slab_bytes and n > free:
+                    need += -(-(n - free) // (slabs.slab_bytes // slot))
+            return need > slabs.unowned
+
+    def _place(self, blocks: Sequence[Outgoing], placed: Placed) -> None:
+        """Takes slots for blocks that are not here yet, each once."""
+        seen: set[bytes] = set()
+        for out, known in zip(blocks, self._known(blocks), strict=True):
+            if known or out.key in seen or out.namespace.dropped:
                 continue
+            seen.add(out.key)
             try:
+                if not self._index.room_for(out.namespace):
+                    raise Full("the index has no room for another namespace's description")
                 size = self._room.size_class(len(out.slot))
-                if not size.free and not self._slabs.unowned:
-                    self._grow()
                 pages = self._room.take(size, 1)
             except (Full, Invalid):
                 self.totals.refused_blocks += 1
                 continue
-            rows = self._ledger.reserve(pages, [out.key], out.nbytes, len(out.slot), size.index, out.namespace.handle)
-            placed.append((i, rows[0]))
-        return placed
+            try:
+                rows = self._ledger.reserve(pages, [out.key], out.nbytes, len(out.slot), size.index, out.namespace.handle)
+            except BaseException:
+                self._room.give(pages)
+                raise
+            placed.append((out, rows[0]))
 
-    def _grow(self) -> None:
-        """Puts disk behind one more slab, if capacity and file system allow; else what is there must do."""
-        slab = self._slabs.unbacked
-        if slab is None:
-            return
-        size = self._slabs.slab_bytes
-        disk = os.statvfs(self._directory)
-        if disk.f_bavail * disk.f_frsize - size < self._min_free:
-            self._note(f"the file system is down to {disk.f_bavail * disk.f_frsize} free bytes")
-            return
-        try:
-            os.posix_fallocate(self._fd, slab * size, size)
-        except OSError as error:
-            os.ftruncate(self._fd, slab * size)
-            self._note(f"the file cannot grow: {error.strerror}")
-            return
-        self._slabs.back()
-        self._backed = slab + 1
-
-    def _bury(self) -> None:
-        """Journals what was forgotten. Raises OSError; the tombstones wait for the next try, and no data is written before."""
-        if self._tombstones:
-            self.totals.evicted_blocks += len(self._tombstones)
-            records = np.zeros(len(self._tombstones), RECORD)
-            records["kind"] = FORGET
-            records["key"] = np.frombuffer(b"".join(self._tombstones), "V32")
-            self._journal.append(records)
-            self._tombstones.clear()
-
-    def _seal(self, blocks: Sequence[Outgoing], placed: list[tuple[int, int]], here: list[bool]) -> None:
-        """The data is written: journals it, then makes it known. Raises OSError with nothing known."""
+    def _seal(self, placed: Placed) -> None:
+        """The data is written: journals it, then makes it known. Raises OSError with nothing known; else empties `placed`."""
         ledger = self._ledger
-        wanted = [(i, row) for i, row in placed if not blocks[i].namespace.dropped and not self._known([blocks[i]])[0]]
+        with self._lock:
+            known = self._known([out for out, _ in placed])
+            wanted = [entry for entry, here in zip(placed, known, strict=True) if not here and not entry[0].namespace.dropped]
         if wanted:
-            records = np.zeros(len(wanted), RECORD)
-            records["kind"] = PUT
-            records["key"] = np.frombuffer(b"".join(blocks[i].key for i, _ in wanted), "V32")
-            for name, column in (("nbytes", ledger.nbytes), ("page", ledger.page), ("slot", ledger.slot)):
-                records[name] = [column[row] for _, row in wanted]
-            records["namespace"] = [self._number(blocks[i].namespace) for i, _ in wanted]
-            records["checksum"] = [blocks[i].checksum for i, _ in wanted]
-            self._journal.append(records)
-        for i, row in placed:
-            if (i, row) in wanted and ledger.seal([row])[0]:
-                ledger.checksum[row] = blocks[i].checksum
-                here[i] = True
-                self.totals.written_blocks += 1
-                self.totals.written_bytes += blocks[i].nbytes
-            else:
-                self._room.free([row])  # its checksum is 0: no tombstone
-                here[i] = self._known([blocks[i]])[0]
+            self._index.put(wanted)
+        with self._lock:
+            for out, row in wanted:
+                ledger.checksum[row] = out.checksum
+            won = [(out, row) for out, row in wanted if not out.namespace.dropped]
+            sealed = ledger.seal([row for _, row in won])
+            assert all(sealed), "who seals holds the index lock"
+            self._room.free([row for _, row in placed if ledger.is_reserved(row)])  # with a tombstone, if it was journalled
+            placed.clear()
+            for out, _ in won:
+                self._suspects.clear(out.key)
+            self.totals.written_blocks += len(won)
+            self.totals.written_bytes += sum(out.nbytes for out, _ in won)
+            self._health.good(WRITE)
 
-    def _number(self, namespace: Namespace) -> int:
-        """The journal's number of a namespace, told to the journal on first use. Raises OSError."""
-        number = self._numbers.get(namespace.handle)
-        if number is None:
-            number = max(self._described, default=0) + 1
-            canonical = namespace.description.canonical
-            self._journal.append_namespace(number, namespace.tenant, canonical)
-            self._numbers[namespace.handle] = number
-            self._described[number] = (namespace.tenant, canonical)
-        return number
+    def _failed(self, error: OSError) -> None:
+        with self._lock:
+            self.totals.write_faults += 1
+            self._health.bad(WRITE, f"writing fails: {error.strerror or error}")
 
-    def _done_reading(self, row: int, bad: str) -> None:
-        """Ends a read's lease. A block that failed its check leaves the index; its slot is not used again for now."""
-        ledger = self._ledger
-        if bad and ledger.is_sealed(row):
-            log.warning("ssd: a block was dropped: %s", bad)
-            self.totals.lost_blocks += 1
-            self._tombstones.append(ledger.key(row))
-            ledger.doom(row)
-            ledger.lease([row])  # the quarantine's own hold
-            self._quarantine.append(row)
-            if len(self._quarantine) > MAX_QUARANTINED:
-                self._release(self._quarantine.pop(0))
+    # -- the end of a read, and forgetting; under the lock
+
+    def _done_reading(self, row: int, key: bytes, nbytes: int, fault: Exception | None) -> None:
+        """Ends a read's lease. A block that failed its check, or cannot be read again and again, leaves the index; its slot is not used for now."""
+        if fault is None:
+            self.totals.read_blocks += 1
+            self.totals.read_bytes += nbytes
+            self._suspects.clear(key)
+            self._health.good(READ)
+        elif isinstance(fault, OSError):
+            self.totals.read_faults += 1
+            self._health.bad(READ, f"reading fails: {fault.strerror or fault}", pause=False)
+            if self._suspects.failed(key, time.monotonic()):
+                self._set_aside(row)
+        else:
+            self._set_aside(row)
         self._release(row)
+
+    def _set_aside(self, row: int) -> None:
+        """Quarantine: out of the index, and held by us."""
+        ledger = self._ledger
+        if not ledger.is_sealed(row):
+            return  # another reader was first, or it was deleted
+        self.totals.lost_blocks += 1
+        self._suspects.clear(ledger.key(row))
+        self._tombstones.add(ledger.key(row))
+        ledger.doom(row)
+        ledger.lease([row])
+        self._quarantine.append(row)
+        if len(self._quarantine) > MAX_QUARANTINED:
+            self._release(self._quarantine.pop(0))
 
     def _release(self, row: int) -> None:
         _, doomed = self._ledger.release([row])
-        if doomed:
-            for gone in doomed:
-                self._ledger.checksum[gone] = 0  # its tombstone was written when it was doomed
-            self._room.free(doomed)
+        for gone in doomed:
+            self._ledger.checksum[gone] = 0  # its tombstone was made when it was doomed
+        self._room.free(doomed)
 
-    def _forget(self, rows: Sequence[int]) -> int:
-        leases = self._ledger.leases
+    def _forget(self, rows: Sequence[int]) -> None:
+        ledger = self._ledger
         for row in rows:
-            if leases[row]:
-                self._tombstones.append(self._ledger.key(row))
-                self._ledger.doom(row)
-        self._room.free([row for row in rows if not leases[row]])
-        try:
-            self._bury()
-        except OSError as error:
-            self._note(f"the journal cannot be written: {error.strerror}")
-        return len(rows)
-
-    def _note(self, fault: str) -> None:
-        if not self._fault:
-            log.warning("ssd: degraded: %s", fault)
-        self._fault = self._fault or fault
-
-    # -- faults and upkeep
-
-    def _failed(self, what: str, error: OSError, rows: list[int]) -> None:
-        """Takes back what a failed write had reserved and pauses writing."""
-        with self._lock:
-            self._room.free([row for row in rows if self._ledger.is_reserved(row)])
-            self.totals.write_faults += 1
-            first, longest = _PAUSE
-            self._failures += 1
-            self._not_before = time.monotonic() + min(longest, first * 2 ** (self._failures - 1))
-            self._note(f"writing {what} failed: {error.strerror}")
-
-    def _recovered(self) -> None:
-        with self._lock:
-            self._failures = 0
-            if self._fault:
-                disk = os.statvfs(self._directory)
-                if self._slabs.unbacked is not None and disk.f_bavail * disk.f_frsize - self._slabs.slab_bytes < self._min_free:
-                    return  # it works, but cannot grow
-                log.warning("ssd: recovered from: %s", self._fault)
-                self._fault = ""
-
-    def _maybe_checkpoint(self) -> None:
-        with self._lock:
-            if self._checkpointing or self._journal.bytes < max(2**18, self.capacity // 64):
-                return
-            self._checkpointing = True
-            try:
-                number = self._journal.rotate()
-                records = self._snapshot()
-                described = {self._numbers[h]: self._described[self._numbers[h]] for h in self._ledger.handles() if h in self._numbers}
-            except OSError as error:
-                self._checkpointing = False
-                self._note(f"the journal cannot be rotated: {error.strerror}")
-                return
-        threading.Thread(target=self._checkpoint, args=(number, described, records), name="ssd-checkpoint", daemon=True).start()
-
-    def _checkpoint(self, number: int, described: dict[int, tuple[str, bytes]], records: Records) -> None:
-        try:
-            self._journal.checkpoint(number, described, records)
-            self.totals.checkpoints += 1
-        except OSError as error:
-            with self._lock:
-                self._note(f"a checkpoint cannot be written: {error.strerror}")
-        finally:
-            self._checkpointing = False
-
-    def _snapshot(self) -> Records:
-        """Records of all sealed blocks, oldest first."""
-        rows = self._ledger.sealed_rows_by_age()
-        records = np.zeros(len(rows), RECORD)
-        records["kind"] = PUT
-        for name in ("nbytes", "page", "slot", "checksum"):
-            records[name] = np.frombuffer(getattr(self._ledger, name), {"checksum": np.uint64}.get(name, np.uint32))[rows]
-        handles = np.frombuffer(self._ledger.namespace, np.uint32)[rows]
-        table = np.zeros(int(handles.max(initial=0)) + 1, np.uint32)
-        for handle, number in self._numbers.items():
-            if handle < len(table):
-                table[handle] = number
-        records["namespace"] = table[handles]
-        records["key"] = np.frombuffer(b"".join(map(self._ledger.key, rows.tolist())), "V32")
-        return records
-
-
-def placed_rows(placed: list[tuple[int, int]]) -> list[int]:
-    """Rows of what `_place` took."""
-    return [row for _, row in placed]
-
-
-def _latest(records: Records) -> Records:
-    """What is left of puts and forgets: the last put of each key that was not forgotten after, and of each slot, in the order they were put."""
-    keys = _keys(records)
-    if (records["kind"] != PUT).any() or len(set(keys)) != len(keys):
-        last: dict[bytes, int] = {}
-        for i, (key, kind) in enumerate(zip(keys, records["kind"].tolist(), strict=True)):
-            last.pop(key, None)
-            if kind == PUT:
-                last[key] = i
-        records = records[np.fromiter(last.values(), np.int64, len(last))]
-    order = np.argsort(records["page"], kind="stable")
-    pages = records["page"][order]
-    final = np.append(pages[1:] != pages[:-1], True)[: len(pages)]  # of two on one slot the later has written over the earlier
-    return records if final.all() else records[np.sort(order[final])]
-
-
-def _keys(records: Records) -> list[bytes]:
-    raw = np.ascontiguousarray(records["key"]).tobytes()
-    return [raw[at : at + 32] for at in range(0, len(raw), 32)]
-
-
-def _claim(directory: Path) -> int:
-    """The directory's lock, held while this process lives. Raises Unavailable if another holds it."""
-    guard = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        owner = os.pread(guard, 32, 0).decode(errors="replace").strip() or "unknown"
-        os.close(guard)
-        raise Unavailable(f"{directory} belongs to another daemon (process {owner}): stop it, or give this one its own directory") from None
-    os.ftruncate(guard, 0)
-    os.pwrite(guard, str(os.getpid()).encode(), 0)
-    return guard
-
-
-def _format(directory: Path, slab_bytes: int) -> int:
-    """Bytes of a slab in this directory: read from its format file, which a new directory gets. Raises Invalid for another format."""
-    path = directory / "format.json"
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        if leftovers := sorted(entry.name for entry in directory.iterdir() if entry.name not in ("lock", "lost+found")):
-            raise Invalid(f"{directory} holds other files ({', '.join(leftovers)[:100]}): give the SSD tier a directory of its own") from None
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"kvtier_ssd": FORMAT, "slab_bytes": slab_bytes}))
-        temporary.rename(path)
-        sync_directory(directory)
-        return slab_bytes
-    with open(fd) as file:
-        try:
-            told = json.load(file)
-            if told["kvtier_ssd"] != FORMAT:
-                raise Invalid(f"{directory} has SSD format {told['kvtier_ssd']}; this version reads {FORMAT}: move it away, or run that version")
-            slab = int(told["slab_bytes"])
-        except (ValueError, KeyError, TypeError):
-            raise Invalid(f"{path} is not readable: move the directory away to start empty, or run `kvtier fsck`") from None
-    if slab <= 0 or slab % SLOT_ALIGN:
-        raise Invalid(f"{path} names slabs of {slab} bytes, not a multiple of {SLOT_ALIGN}")
-    return slab
-
-
-def _open_data(path: Path) -> tuple[int, bool]:
-    """The data file and whether it bypasses the page cache."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    try:
-        return os.open(path, flags | os.O_DIRECT, 0o600), True
-    except OSError:
-        fd = os.open(path, flags, 0o600)
-        log.warning("ssd: the file system of %s refuses O_DIRECT; the page cache is used instead", path.parent)
-        return fd, False
-
-
-def _write_slot(fd: int, slot: memoryview, offset: int) -> None:
-    """The whole slot at this offset. Raises OSError."""
-    written = os.pwritev(fd, [slot], offset)
-    while written < len(slot):  # only a file system that is nearly full or a signal does this
-        step = os.pwritev(fd, [slot[written:]], offset + written)
-        if step <= 0:
-            raise OSError(5, "a short write")
-        written += step
+            self._suspects.clear(ledger.key(row))
+            if ledger.leases[row]:
+                self._tombstones.add(ledger.key(row))
+                ledger.doom(row)
+        self._room.free([row for row in rows if ledger.is_sealed(row)])
