@@ -55,7 +55,12 @@ class Engine:
                 "kv_connector_extra_config": {"socket": str(socket), **(settings or {})},
                 **(transfer or {}),
             }
-        self.arguments = {"model": str(model), "transfer": config, "extra": extra, "faults": not multiprocess and socket is not None}
+        self.arguments = {
+            "model": str(model),
+            "transfer": config,
+            "extra": extra,
+            "faults": not multiprocess and config is not None and config["kv_connector"] == "KvtierConnector",
+        }
         own = {key: value for key, value in os.environ.items() if key not in ("PYTHONHASHSEED", "VLLM_KV_CACHE_LAYOUT")}
         self.environment = {**own, **_QUIET, "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocess)), **(environment or {})}
         self.log = ""
@@ -138,6 +143,7 @@ class _Child:
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
+        self.watched: list[float] = []
         if arguments["faults"]:
             from kvtier.connectors.vllm import KvtierConnector
 
@@ -234,6 +240,25 @@ class _Child:
         for _ in range(3):
             engine.step()
         return int(engine.get_num_unfinished_requests())
+
+    def do_watch(self) -> None:
+        """From now on every question of the scheduler is timed."""
+        connector = self.llm.llm_engine.engine_core.engine_core.scheduler.connector
+        ask, self.watched = connector.get_num_new_matched_tokens, []
+
+        def timed(*arguments: Any) -> Any:
+            began = time.perf_counter()
+            answer = ask(*arguments)
+            self.watched.append(time.perf_counter() - began)
+            return answer
+
+        connector.get_num_new_matched_tokens = timed
+
+    def do_watched(self) -> list[float]:
+        """Seconds of each question since the last call."""
+        seen = list(self.watched)
+        self.watched.clear()
+        return seen
 
     def do_state(self) -> dict[str, Any]:
         """Threads of ours, and what the halves hold."""

@@ -20,7 +20,14 @@ from kvtier.connectors.vllm.stats import KvtierPromMetrics, KvtierStats
 pytestmark = pytest.mark.vllm
 
 Signatures = dict[str, tuple[list[str], bool]]
-CLASSES = {"KVConnectorBase_V1", "SupportsHMA", "KVConnectorStats", "KVConnectorPromMetrics", "KVConnectorWorkerMetadata", "KVConnectorTransferResults"}
+CLASSES = {
+    "KVConnectorBase_V1",
+    "SupportsHMA",
+    "KVConnectorStats",
+    "KVConnectorPromMetrics",
+    "KVConnectorWorkerMetadata",
+    "KVConnectorTransferResults",
+}
 
 
 def signatures(*files: Path) -> Signatures:
@@ -70,7 +77,9 @@ def test_the_connector_fits_both_versions(version: str) -> None:
                 continue
             known = [table[f"{cls}.{name}"][0] for cls in theirs if f"{cls}.{name}" in table]
             if known:
-                parameters = [f"*{p.name}" if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) else p.name for p in inspect.signature(function).parameters.values()]
+                parameters = [
+                    f"*{p.name}" if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) else p.name for p in inspect.signature(function).parameters.values()
+                ]
                 assert parameters == known[0], name
             elif ours is KvtierConnector:
                 assert any(f"{cls}.{name}" in other for cls in theirs), f"{name} is in neither version"
