@@ -543,4 +543,4 @@ class TestMachine(Machine.TestCase):  # type: ignore[misc, valid-type]
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 class TestMachineLong(Machine.TestCase):  # type: ignore[misc, valid-type]
-    settings = settings(max_examples=1500, stateful_step_count=200)
+    settings = settings(max_examples=800, stateful_step_count=120)
