@@ -34,6 +34,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     """Keeps vLLM's KV cache in a kvtier daemon. `connect` makes a client from an address; tests replace it."""
 
     _cache_hit_source = CacheHitSource.HOST
+    requires_kv_delivery = False  # a dropped save is a later miss
     connect = Client
     scheduler: SchedulerHalf  # one of the two, by role
     worker: WorkerHalf
@@ -51,10 +52,6 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
             self._half = self.scheduler = SchedulerHalf(vllm_config, kv_cache_config, settings, type(self).connect)
         else:
             self._half = self.worker = WorkerHalf(vllm_config, kv_cache_config, settings, type(self).connect)
-
-    @property
-    def requires_kv_delivery(self) -> bool:
-        return False  # a dropped save is a later miss
 
     # -- worker
 
@@ -86,9 +83,6 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         done, failed = self.worker.results()
         return KVConnectorTransferResults(finished_recving=done, failed_recving=failed)
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return None, self.worker.results()[0] or None
-
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self.worker.bad_blocks()
 
@@ -99,7 +93,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        self.scheduler.use(kv_cache_manager)
+        self.scheduler.manager = kv_cache_manager
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Handshake]) -> None:
         self.scheduler.hear({rank: handshake.json for rank, handshake in metadata.items()})

@@ -65,7 +65,7 @@ class SchedulerHalf:
         # With several groups, or a window whose blocks are of no use without each other, a load is whole or failed, which only async loads can say.
         self._all_or_nothing = len(self._tokens) > 1 or any(self._windows)
         self._sync = settings.load == "sync" and not self._all_or_nothing
-        self._manager: Any = None
+        self.manager: Any = None  # the engine's cache manager, once there is one
         self._naming: Naming | None = None
         self._namespace: Namespace | None = None
         self._off = ""
@@ -94,10 +94,6 @@ class SchedulerHalf:
             self._naming = Naming(self._config, self._settings, reports)
         except (KvtierError, OSError) as error:
             self._turn_off(error)
-
-    def use(self, manager: Any) -> None:
-        """The engine's cache manager."""
-        self._manager = manager
 
     def _turn_off(self, error: Exception) -> None:
         self._off = str(error) or type(error).__name__
@@ -355,10 +351,10 @@ class SchedulerHalf:
         self._kept_back = []
         for rid, asked in self._requests.items():
             asked.tainted = True
-            table = self._manager.get_block_ids(rid)[0] if self._manager is not None else []
+            table = self.manager.get_block_ids(rid)[0] if self.manager is not None else []
             first = next((at for at, block in enumerate(table) if block in bad), None)
             if first is not None:
-                self._manager.evict_blocks(set(table[first:]))
+                self.manager.evict_blocks(set(table[first:]))
 
     # -- events, numbers, the end
 
