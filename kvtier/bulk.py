@@ -78,14 +78,16 @@ def get(service: Service, session: Session, request: pb.Keys, until: float) -> G
     keys = derive_keys(namespace.digest, resolved, request.context or NO_CONTEXT, request.hashes, step)
     nbytes, window = extents.block_bytes, _window(service, extents.slot_bytes)
     memory = service.store.arena.memory
-    started, asked = time.monotonic(), request.wait_ms
+    now = time.monotonic()
+    cold_until = min(until, now + request.wait_ms / 1000) if request.wait_ms else now + 0.8 * (until - now)  # what has come is still sent then
     yield pb.GetReply(nbytes=nbytes)
     sums: list[int] = []
     stop = END
     for id_, first in enumerate(range(0, n, window), 1):
         part = keys[first : first + window]
         if service.tiering is not None:
-            service.tiering.bring_up(part, namespace, extents, min(until, started + asked / 1000) if asked else until)
+            service.tiering.prefetch(keys[first : first + 2 * window], namespace, extents)  # the next window comes while this one is sent
+            service.tiering.bring_up(part, namespace, extents, cold_until)
         offsets, stop = session.lease(id_, part)
         try:
             for i, offset in enumerate(offsets):

@@ -166,7 +166,7 @@ class Client:
         return self._transport(deadline or CONTROL).lease(ns, hashes, range_, context, deadline)
 
     def get(self, ns: Registered, hashes: Hashes, *, range_: Range = WHOLE, context: bytes = NO_CONTEXT, deadline: float = BULK) -> Bodies:
-        """Private copies of the leading part. What came over gRPC has been checked, key and every byte."""
+        """Private copies of the leading part; what is cold is brought up and waited for. What came over gRPC has been checked, key and every byte."""
         return self._transport(deadline).get(ns, hashes, range_, context, deadline)
 
     # -- writing
@@ -203,11 +203,11 @@ class Client:
         return self._count(Verb.DELETE, ns, hashes, range_, context, deadline, degrade=True)
 
     def prefetch(self, ns: Registered, hashes: Hashes, *, range_: Range = WHOLE, context: bytes = NO_CONTEXT, deadline: float = CONTROL) -> Answer:
-        """Starts bringing cold blocks into memory and returns at once: how many were started."""
+        """Starts bringing cold blocks into memory and returns at once: how many are on their way (0 where there is no lower tier)."""
         return self._count(Verb.PREFETCH, ns, hashes, range_, context, deadline, degrade=True)
 
     def flush(self, ns: Registered, hashes: Hashes, *, range_: Range = WHOLE, context: bytes = NO_CONTEXT, deadline: float = BULK) -> Answer:
-        """Waits until these blocks are settled in a lower tier. Returns how many are (0 where there is no lower tier)."""
+        """Waits until these blocks are settled in a lower tier. Returns how many leading ones are (0 where there is no lower tier)."""
         return self._count(Verb.FLUSH, ns, hashes, range_, context, deadline, degrade=True)
 
     # -- operators: these raise everything
@@ -289,17 +289,18 @@ class Client:
 
     def _count(self, verb: int, ns: Registered, hashes: Hashes, range_: Range, context: bytes, deadline: float, *, degrade: bool = False) -> Answer:
         """Sum of a verb's counts over the parts of a long list. `degrade`: a fault of the service ends the sum with a reason."""
-        total, reason = 0, ""
+        total, reason, until = 0, "", time.monotonic() + deadline
         try:
             for part in split(ns, hashes):
                 request = pb.Keys(context=context_field(context), hashes=part, **range_fields(ns, range_))
                 if verb == Verb.FLUSH:
+                    deadline = max(0.001, until - time.monotonic())  # one for all parts
                     request.wait_ms = waiting(deadline)
                 reply = self._ask(pb.Count, ns, verb, request, deadline)
                 total += reply.n
                 reason = STOPS.get(reply.stop, "")
-                if verb == Verb.PIN and reason:
-                    break  # pins are a leading part too
+                if verb in (Verb.PIN, Verb.FLUSH) and reason:
+                    break  # these count a leading part
         except KvtierError as error:
             if not degrade or isinstance(error, Invalid):
                 raise

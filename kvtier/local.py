@@ -38,6 +38,9 @@ from kvtier.frames import Verb
 from kvtier.layout import HEADER_BYTES, Range
 from kvtier.v1 import kvtier_pb2 as pb
 
+FETCH_AHEAD = 64  # cold blocks that a get has on their way at once
+COLD_AGAIN, COLD_LONGEST = 0.001, 0.05  # seconds until a get looks again whether they have come: at first, and at most
+
 
 class Local:
     """Calls over the lane at `path`. Raises Unmappable (from `attach`) where the daemon does not share its memory with this process."""
@@ -80,23 +83,39 @@ class Local:
         return MappedFill(self, ns, hashes, range_, context, CONTROL if deadline is None else deadline)
 
     def get(self, ns: Registered, hashes: Hashes, range_: Range, context: bytes, deadline: float) -> Bodies:
-        """See Client.get. Taken in pieces, so that the session's cap is never in the way."""
+        """See Client.get. Taken in pieces, so that the session's cap is never in the way; what is cold is fetched and waited for."""
+        until, pause = time.monotonic() + deadline, COLD_AGAIN
         bodies = Bodies()
         for part in split(ns, hashes):
             raw = part
             while raw:
-                with self.lease(ns, raw, range_, context, deadline) as blocks:
+                left = max(0.001, until - time.monotonic())
+                with self.lease(ns, raw, range_, context, left) as blocks:
                     for view in blocks:
                         body = np.empty(view.size, np.uint8)
                         np.copyto(body, view)
                         bodies.append(body)
                     bodies.reason = blocks.reason
                 raw = raw[len(blocks) * ns.hash_bytes :]
-                if not raw or not blocks or blocks.stop != pb.CAP:
-                    break
-            if raw:
-                return bodies
+                if not raw or (blocks and blocks.stop == pb.CAP):
+                    continue
+                pause = COLD_AGAIN if blocks else min(COLD_LONGEST, 2 * pause)
+                if blocks.stop != pb.COLD or time.monotonic() + pause > until or not self._fetch(ns, raw, range_, context, left, bodies):
+                    return bodies
+                time.sleep(pause)
         return bodies
+
+    def _fetch(self, ns: Registered, raw: bytes, range_: Range, context: bytes, deadline: float, bodies: Bodies) -> bool:
+        """Starts bringing up the next cold blocks, as many as the arena holds easily: more would push each other out. Whether it was asked."""
+        try:
+            arena = self.connection.attach(deadline).mapping.nbytes
+            n = max(1, min(FETCH_AHEAD, arena // 16 // ns.extents(range_).slot_bytes))
+            request = pb.Keys(context=context_field(context), hashes=raw[: n * ns.hash_bytes], **range_fields(ns, range_))
+            self.call(ns, Verb.PREFETCH, request, deadline)
+        except KvtierError as error:
+            bodies.reason = str(error)
+            return False
+        return True
 
     def put(self, ns: Registered, hashes: Hashes, bodies: Sequence[Any], range_: Range, context: bytes, deadline: float) -> Answer:
         """See Client.put. Split below the session's cap."""

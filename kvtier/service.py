@@ -125,6 +125,8 @@ class Service:
         if request.check_integrity:
             session.allow(ADMIN)
             self.sessions.check_integrity()
+            if self.tiering is not None:
+                self.tiering.check_integrity()
         return pb.StatusReply(json=json.dumps(self.report()))
 
     def list_namespaces(self, session: Session, request: pb.ListRequest) -> pb.ListReply:

@@ -5,6 +5,7 @@ Built by the daemon where a lower tier is configured; without one the store has 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 
 from kvtier.layout import Extents
@@ -13,6 +14,8 @@ from kvtier.promoter import Promoter
 from kvtier.settler import Budget, Settler
 from kvtier.store import Store
 from kvtier.tiers import Tier
+
+MAX_WAITING = 6  # calls that wait for promotions at once: half of what the door has for puts and gets
 
 
 class Tiering:
@@ -23,6 +26,7 @@ class Tiering:
         self.tiers = list(tiers)
         self._settlers = [Settler(store, tier, (budgets or {}).get(tier.name)) for tier in self.tiers]
         self.promoter = Promoter(store, self.tiers)
+        self._waiting = threading.BoundedSemaphore(MAX_WAITING)
         store.lower = self
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
@@ -46,9 +50,13 @@ class Tiering:
         return self.promoter.start(keys, namespace, extents)
 
     def bring_up(self, keys: Sequence[bytes], namespace: Namespace, extents: Extents, until: float) -> None:
-        """Promotes what is cold and waits for it, until `until` at most."""
-        if self.promoter.start(keys, namespace, extents):
-            self.promoter.wait(keys, until)
+        """Promotes what is cold and waits for it, until `until` at most; not at all while `MAX_WAITING` others do: a tier that hangs shall not take
+        all threads of a transport with it."""
+        if self.promoter.start(keys, namespace, extents) and self._waiting.acquire(blocking=False):
+            try:
+                self.promoter.wait(keys, until)
+            finally:
+                self._waiting.release()
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """Forgets these blocks everywhere below."""
@@ -76,6 +84,11 @@ class Tiering:
         for tier in self.tiers:
             merged |= {f"{tier.name}_{name}": value for name, value in tier.gauges().items()}
         return merged
+
+    def check_integrity(self) -> None:
+        """Asserts that each tier's books agree with themselves; slow."""
+        for tier in self.tiers:
+            tier.check_integrity()
 
     def close(self, drain: float) -> None:
         """Settles for at most `drain` seconds more, then ends threads and tiers."""
