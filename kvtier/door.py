@@ -36,6 +36,7 @@ from kvtier.v1 import kvtier_pb2 as pb
 
 WORKERS = 16  # more threads only raise latency: 4 of them reach what 16 do, in calls and in bytes a second
 MAX_BULK = 12  # puts, gets and reflection streams at once: small calls always find a thread
+MAX_BULK_EACH = 8  # of one tenant: another one always finds a place
 MAX_CALLS = 64  # under way or waiting for a thread, of each kind of listener
 MAX_CONNECTIONS = 256  # of all TCP listeners, those that have not said anything among them
 MAX_STRANGERS = 4  # health checks being read at once: of the calls that need no token
@@ -88,8 +89,8 @@ class Door:
         self._health = {"": live, rpc.SERVICE: ready}
         self._options = rpc.server_options(ping)
         self._calls = UnderWay()
-        self._bulk = Places(MAX_BULK, "puts and gets")
-        self._strangers = Places(MAX_STRANGERS, "health checks")
+        self._bulk = Places(MAX_BULK, MAX_BULK_EACH, "puts and gets")
+        self._strangers = Places(MAX_STRANGERS, MAX_STRANGERS, "health checks")
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="grpc")
         self._servers: list[Any] = []
         self._guards: list[Guard] = []
@@ -278,7 +279,7 @@ class Door:
         return handler.call(self._service, session, message).SerializeToString()
 
     def _put(self, call: Call, caller: Session, requests: Iterator[bytes]) -> bytes:
-        with self._bulk:
+        with self._bulk.take(caller.peer.tenant):
             first = call.next(requests)
             is_message, raw = rpc.open_chunk(first) if first is not None else (False, b"")
             if not is_message:
@@ -289,7 +290,7 @@ class Door:
                 return bulk.put(self._service, session, request, _pieces(call, requests), call.until).SerializeToString()
 
     def _get(self, call: Call, caller: Session, requests: Iterator[bytes]) -> Stream:
-        with self._bulk:
+        with self._bulk.take(caller.peer.tenant):
             raw = call.next(requests)
             if raw is None:
                 raise Invalid("the call has no request message")
@@ -318,7 +319,7 @@ class Door:
             raise Stale("the daemon was started anew: register the description again")
 
     def _check(self, call: Call, _: Session, requests: Iterator[bytes]) -> bytes:
-        with self._strangers:
+        with self._strangers.take(""):
             asked = health_pb2.HealthCheckRequest.FromString(call.next(requests) or b"").service
         verdict = self._health.get(asked)
         if verdict is None:
@@ -326,8 +327,8 @@ class Door:
         serving = health_pb2.HealthCheckResponse
         return bytes(serving(status=serving.SERVING if verdict() else serving.NOT_SERVING).SerializeToString())
 
-    def _reflect(self, call: Call, _: Session, requests: Iterator[bytes]) -> Stream:
-        with self._bulk:
+    def _reflect(self, call: Call, caller: Session, requests: Iterator[bytes]) -> Stream:
+        with self._bulk.take(caller.peer.tenant):
             servicer = reflection.ReflectionServicer((rpc.SERVICE, HEALTH, REFLECTION), descriptor_pool.Default())
             asked = map(reflection_pb2.ServerReflectionRequest.FromString, iter(lambda: call.next(requests), None))
             for answer in servicer.ServerReflectionInfo(asked, call.context):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -48,23 +49,35 @@ class Call:
 
 
 class Places:
-    """A number of calls of one kind that may be under way at once."""
+    """A number of calls of one kind that may be under way at once, `each` of one tenant at most."""
 
-    def __init__(self, most: int, what: str) -> None:
-        self._most, self._what = most, what
+    def __init__(self, most: int, each: int, what: str) -> None:
+        self._most, self._each, self._what = most, each, what
         self._lock = threading.Lock()
-        self.taken = 0
+        self._taken: Counter[str] = Counter()
 
-    def __enter__(self) -> None:
-        """Takes a place. Raises Full, at once."""
+    @property
+    def taken(self) -> int:
+        """How many there are now."""
         with self._lock:
-            if self.taken >= self._most:
+            return self._taken.total()
+
+    @contextmanager
+    def take(self, tenant: str) -> Iterator[None]:
+        """One place, until the end of the block. Raises Full, at once."""
+        with self._lock:
+            if self._taken.total() >= self._most:
                 raise Full(f"full, retry: {self._most} {self._what} are under way")
-            self.taken += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self.taken -= 1
+            if self._taken[tenant] >= self._each:
+                raise Full(f"full, retry: {self._each} {self._what} of this tenant are under way")
+            self._taken[tenant] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._taken[tenant] -= 1
+                if not self._taken[tenant]:
+                    del self._taken[tenant]
 
 
 class UnderWay:

@@ -111,12 +111,12 @@ def test_readers_that_vanish_take_no_thread_and_no_lease(long_value: tuple[Doors
         assert daemon.rss_anon() < before + 64 * MiB
         ns = client.register(ns_of)  # every place is free: as many gets at once as there are
         got: list[int] = []
-        threads = [threading.Thread(target=lambda: got.append(len(client.get(ns, raw[:32], deadline=60)))) for _ in range(door.MAX_BULK)]
+        threads = [threading.Thread(target=lambda: got.append(len(client.get(ns, raw[:32], deadline=60)))) for _ in range(door.MAX_BULK_EACH)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(60)
-        assert got == [1] * door.MAX_BULK
+        assert got == [1] * door.MAX_BULK_EACH
     daemon.status(check_integrity=True)
 
 
@@ -202,12 +202,20 @@ def test_more_puts_and_gets_than_there_are_places_hear_full(doors: Doors) -> Non
         release.wait(30)
         yield b""
 
-    with Knock(f"unix:{doors.socket}.grpc") as knock:
+    def full(who: str, words: str) -> None:
+        said = ends(lambda: upload(nothing(), timeout=10, metadata=doors.bearer(who)))
+        assert said == (CODE.RESOURCE_EXHAUSTED, f"full, retry: {words} are under way")
+
+    with Knock(doors.target) as knock:
         upload = knock.channel.stream_unary(method("Put"))
-        held = [upload.future(nothing(), timeout=30) for _ in range(door.MAX_BULK)]
+        held = [upload.future(nothing(), timeout=30, metadata=doors.bearer("acme-write")) for _ in range(door.MAX_BULK_EACH)]
+        until(lambda: doors.status()["grpc_bulk_calls"] == door.MAX_BULK_EACH, "all places of the tenant are taken")
+        full("acme-write", f"{door.MAX_BULK_EACH} puts and gets of this tenant")
+        left = door.MAX_BULK - door.MAX_BULK_EACH
+        held += [upload.future(nothing(), timeout=30, metadata=doors.bearer("other-write")) for _ in range(left)]
         until(lambda: doors.status()["grpc_bulk_calls"] == door.MAX_BULK, "all places are taken")
-        assert ends(lambda: upload(nothing(), timeout=10)) == (CODE.RESOURCE_EXHAUSTED, f"full, retry: {door.MAX_BULK} puts and gets are under way")
-        assert knock.code(method("Status")) == (CODE.OK, "")  # small calls have threads of their own
+        full("other-write", f"{door.MAX_BULK} puts and gets")
+        assert knock.code(method("Status"), b"", doors.bearer("acme-read")) == (CODE.OK, "")  # small calls have threads of their own
         release.set()
         for call in held:
             call.cancel()
@@ -423,6 +431,46 @@ def test_an_idle_connection_is_pinged_and_stays(tmp_path: Path) -> None:
                 knock.channel.close()
             for one in made.values():
                 one.close()
+
+
+# Forks
+
+
+_FORKED = """
+client = Client(*ARGS[:1])
+ns = client.register(description(4096))
+put(client, ns, [1])
+child = os.fork()
+if child == 0:
+    try:
+        said = []
+        for _ in range(2):
+            began = time.monotonic()
+            answer = client.lookup(ns, hashes([1]), deadline=0.5)
+            said.append([int(answer), answer.reason, time.monotonic() - began])
+        say(said)
+    finally:
+        os._exit(0)
+os.waitpid(child, 0)
+say(client.lookup(ns, hashes([1]), deadline=10))
+"""
+
+
+def test_where_grpc_does_not_survive_a_fork_the_child_hears_misses_in_time(doors: Doors) -> None:
+    """With gRPC's own fork handlers switched off its threads are missing in the child, where a bare call would hang for ever."""
+    environment = {**os.environ, "GRPC_ENABLE_FORK_SUPPORT": "0"}
+    with Peer(_FORKED, doors, f"grpc+unix:{doors.socket}.grpc", env=environment) as peer:
+        (first, why, took), (second, then, quick) = peer.hear()
+        assert (first, second) == (0, 0) and "no answer within" in why and "did not survive the fork" in then
+        assert took < 5 and quick < 0.5
+        assert peer.hear() == 1
+
+
+def test_a_client_of_the_lane_does_without_grpc() -> None:
+    """Importing gRPC takes longer than the rest together, and engines that fork want none of its threads."""
+    program = "import sys, kvtier; kvtier.Client('unix:/nowhere').close(); print('grpc' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False\n"
 
 
 # A lane that cannot be mapped
