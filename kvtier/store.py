@@ -94,7 +94,7 @@ class Store:
             reservation.rows[i], reservation.pages[i], offsets[i] = row, page, page * SLOT_ALIGN
         try:
             template = header_template(namespace.digest, resolved, context, extents, namespace.description.hashing.nbytes)
-            self._write_headers(reservation, fresh, template, keys, hashes, slot)
+            self._write_heads(reservation, fresh, template, keys, hashes, slot)
         except BaseException:  # whatever it is, nothing stays taken
             self.abort(account, reservation, fresh)
             raise
@@ -383,15 +383,13 @@ class Store:
                     closed.add(i)
         return rows
 
-    def _write_headers(
-        self, reservation: Reservation, entries: Sequence[int], template: bytes, keys: list[bytes], hashes: list[bytes], slot: int
-    ) -> None:
+    def _write_heads(self, made: Reservation, entries: Sequence[int], template: bytes, keys: list[bytes], hashes: list[bytes], slot: int) -> None:
         """Header and padding of these entries' slots. Not under the lock: the slots are the caller's."""
-        made = headers(template, [keys[i] for i in entries], [hashes[i] for i in entries]).tobytes()
-        memory, nbytes, padding = self.arena.memory, reservation.nbytes, bytes(slot - reservation.nbytes)
-        for i, at in zip(entries, range(0, len(made), HEADER_BYTES), strict=True):
-            offset = reservation.pages[i] * SLOT_ALIGN
-            head = reservation.headers[i] = made[at : at + HEADER_BYTES]
+        rows = headers(template, [keys[i] for i in entries], [hashes[i] for i in entries]).tobytes()
+        memory, nbytes, padding = self.arena.memory, made.nbytes, bytes(slot - made.nbytes)
+        for i, at in zip(entries, range(0, len(rows), HEADER_BYTES), strict=True):
+            offset = made.pages[i] * SLOT_ALIGN
+            head = made.headers[i] = rows[at : at + HEADER_BYTES]
             memory[offset : offset + HEADER_BYTES] = head
             memory[offset + nbytes : offset + slot] = padding
 
