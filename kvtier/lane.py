@@ -3,7 +3,7 @@
 One thread per socket, one outstanding call per socket. The first frame is a hello: it opens or joins a session and hands the arena's file
 descriptor out, if a pidfd of the client can be had (from the kernel, or passed along). Every wait has a limit: 2 s for a hello and
 for the rest of a frame that has begun (and at most 2 s more for the last piece that then comes too late), 2 s for a client to take its answer.
-What is malformed is answered by name or closed, and stores nothing.
+What is malformed is answered by name or closed, and stores nothing; a process that goes on so is answered more and more slowly.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import socket
 import struct
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,6 +36,7 @@ PROTOCOL = 1
 PATIENCE = 2.0  # seconds
 MAX_STRANGERS = 64  # sockets that have not said a valid hello
 MAX_SOCKETS = 2048
+FIRST_REFUSAL, MAX_REFUSAL = 0.001, 0.1  # seconds that a malformed call costs its sender: the first of a row, and any
 MAX_LARGE = 8  # frames above `frames.SMALL` that are in memory at once
 _SO_PEERPIDFD = 77
 _STACK_BYTES = 512 * 1024
@@ -58,6 +60,7 @@ class Lane:
         self._refused = 0
         self._closing = False
         self._large = threading.Semaphore(MAX_LARGE)
+        self._refusals = Refusals()
         self._meters: dict[int, Series] = {verb: service.meters.series("lane", verb.name.lower()) for verb in Verb}
         self._unknown = service.meters.series("lane", "unknown")
         self._guard = Guard(path)
@@ -159,6 +162,7 @@ class Lane:
             pass  # the peer is gone, or said nothing
         except KvtierError as error:
             (self._meters[Verb.HELLO] if stranger else self._unknown).add(time.perf_counter() - began, error.code, 0, 0)
+            self._refusals.wait(error, _credentials(sock)[2])
             _refuse(sock, error, self._service.boot)
         except Exception:
             log.exception("lane socket failed")
@@ -246,6 +250,10 @@ class Lane:
                 series = self._meters.get(verb, self._unknown)
                 series.add(time.perf_counter() - began, status, frames.HEADER.size + len(body), frames.HEADER.size + len(reply))
                 buffer.done()
+                if status == Invalid.code:
+                    self._refusals.wait(Invalid(), session.peer.pid)
+                elif not status:
+                    self._refusals.forgive(session.peer.pid)
                 try:
                     sock.sendall(frames.pack(status, request, boot, reply))
                 except OSError:
@@ -275,6 +283,33 @@ class Lane:
         except Exception:
             log.exception("verb failed", extra={"fields": {"verb": verb}})
             return KvtierError.code, b"internal error; see the daemon's log", 0
+
+
+class Refusals:
+    """Makes malformed calls slow: each in a row of one process twice as slow as the one before, until a good one ends the row.
+
+    A loop of bad input would else keep the interpreter from everyone. Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._in_a_row: OrderedDict[int, int] = OrderedDict()  # by process
+
+    def wait(self, error: KvtierError, pid: int) -> None:
+        """Waits if it was the sender's mistake."""
+        if isinstance(error, Invalid):
+            with self._lock:
+                n = self._in_a_row.pop(pid, 0)
+                self._in_a_row[pid] = min(n + 1, 16)
+                if len(self._in_a_row) > MAX_STRANGERS:
+                    self._in_a_row.popitem(last=False)
+            time.sleep(min(MAX_REFUSAL, FIRST_REFUSAL * 2**n))
+
+    def forgive(self, pid: int) -> None:
+        """The process has made a good call."""
+        if pid in self._in_a_row:
+            with self._lock:
+                self._in_a_row.pop(pid, None)
 
 
 def _text(error: KvtierError) -> bytes:

@@ -31,7 +31,7 @@ from kvtier.lane import MAX_STRANGERS
 from kvtier.layout import attention
 from kvtier.session import MAX_SESSIONS, MAX_SOCKETS
 from kvtier.v1 import kvtier_pb2 as pb
-from tests.daemon import Daemon, MiB, Raw, description, hashes, is_body, put, until
+from tests.daemon import Daemon, MiB, Peer, Raw, description, hashes, is_body, put, until
 
 LIMIT = 5.0  # seconds: the lane promises 2 s, and 2 more for the last piece of a frame
 GROWTH = 16 * MiB
@@ -710,6 +710,33 @@ def _reachable(daemon: Daemon) -> bool:
     except (KvtierError, frames.Closed, ConnectionError):
         return False
     return True
+
+
+REPEATER = """
+from kvtier.v1 import kvtier_pb2 as pb
+path = Path(ADDRESS.removeprefix("unix:"))
+def refused():
+    with Raw(path) as lane:
+        assert lane.call(200, b"")[0] == 2
+def timed(times):
+    began = time.monotonic()
+    for _ in range(times):
+        refused()
+    return time.monotonic() - began
+first = timed(2)
+row = timed(20)
+with Raw(path) as lane:
+    assert lane.call(Verb.STATUS, b"")[0] == 0
+say([first, row, timed(2)])
+"""
+
+
+def test_a_process_that_goes_on_with_bad_input_is_answered_more_slowly(daemon: Daemon) -> None:
+    """Over as many connections as it likes; a good call ends the row, and the witness, another process's client, is answered as ever."""
+    with Peer(REPEATER, daemon) as peer:
+        first, row, again = peer.hear()
+    assert row > 20 * 0.08, "20 refusals in a row, most of which cost 100 ms"
+    assert first >= 0.003 and again >= 0.003
 
 
 # Room

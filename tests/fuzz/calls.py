@@ -15,7 +15,7 @@ import grpc
 import xxhash
 from google.protobuf.message import DecodeError, Message
 
-from kvtier import frames, rpc
+from kvtier import frames, lane, rpc
 from kvtier.arena import Arena
 from kvtier.door import Door
 from kvtier.errors import KvtierError
@@ -162,6 +162,7 @@ class LaneFrames(Target):
         self._own = tempfile.TemporaryDirectory(prefix="kvtier-fuzz-")
         self._path = Path(self._own.name) / "k.sock"
         self._behind = Behind()
+        lane.MAX_REFUSAL = 0.0  # bad input is what this lives on
         self._lane = Lane(self._path, self._behind.service, lambda uid, gid, pid: Peer("local", ADMIN, uid, pid))
         self._lane.start()
         self._buffer = memoryview(bytearray(frames.HEADER.size + frames.MAX_BODY))
