@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,3 +51,62 @@ def test_an_emptied_slab_is_no_younger_than_any(found: dict[int, float]) -> None
 
 def test_shares_leave_room_for_others() -> None:
     assert 0 < policy.PIN_SHARE < policy.SESSION_SHARE < policy.TENANT_SHARE < 1
+
+
+def test_the_ssd_takes_what_was_used_again_and_the_rest_while_there_is_budget() -> None:
+    assert policy.admit(1, 0.0) and policy.admit(7, 0.1)
+    assert policy.admit(0, 1.0) and not policy.admit(0, 0.5) and not policy.admit(0, 0.0)
+
+
+def test_the_tick_of_a_moment() -> None:
+    marks = [(10.0, 100), (20.0, 150), (30.0, 400)]
+    assert [policy.tick_before(marks, moment) for moment in (5.0, 10.0, 29.9, 99.0)] == [0, 100, 150, 400]
+
+
+@given(st.integers(0, 2**50))
+def test_an_age_is_in_its_bucket(age: int) -> None:
+    at = policy.bucket(age)
+    assert policy._START[at] <= age and (age < policy._START[at + 1] or at == policy.BUCKETS - 1)
+    assert policy.bucket(age) <= policy.bucket(age + 1)
+    assert policy.census(np.array([3]), np.array([age])).ravel()[3 * policy.BUCKETS + at] == 1.0
+
+
+def test_before_anything_is_known_older_is_worth_less_whatever_the_rank() -> None:
+    worth = policy.Reuse().worth
+    assert all(rank == worth[0] for rank in worth)
+    assert all(a > b for a, b in zip(worth[0][1:60], worth[0][2:61], strict=True))
+
+
+def test_a_rank_that_comes_back_is_worth_more() -> None:
+    reuse = policy.Reuse()
+    for age in range(100, 200):
+        reuse.hit(2, age)
+        reuse.gone(0, age * 50)
+    reuse.learn(np.zeros((policy.RANKS, policy.BUCKETS)))
+    assert reuse.worth[2][policy.bucket(120)] > 5 * reuse.worth[0][policy.bucket(120)]
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, policy.RANKS - 1), st.integers(0, 10**6)), max_size=60))
+def test_worth_never_grows_with_age_nor_falls_with_rank(seen: list[tuple[bool, int, int]]) -> None:
+    """Else a head could go before its tail."""
+    reuse = policy.Reuse()
+    for came, rank, age in seen:
+        (reuse.hit if came else reuse.gone)(rank, age)
+    reuse.learn(np.zeros((policy.RANKS, policy.BUCKETS)))
+    worth = np.array(reuse.worth)
+    assert np.isfinite(worth).all() and (worth >= 0).all()
+    assert (np.diff(worth, axis=1) <= 0).all() and (np.diff(worth, axis=0) >= 0).all()
+
+
+def test_ghosts_are_remembered_once_and_the_oldest_of_a_set_goes() -> None:
+    ghosts = policy.Ghosts(1)  # two sets of four
+    keys = [n << 64 - 4 | n for n in range(5)]  # all of the first set
+    assert [ghosts.remember(key, 3, 10 + n) for n, key in enumerate(keys[:4])] == [None] * 4
+    assert ghosts.remember(keys[4], 7, 20) == (3, 10)
+    assert ghosts.recall(keys[0]) is None
+    assert ghosts.recall(keys[4]) == (7, 20) and ghosts.recall(keys[4]) is None
+    assert ghosts.living(100).sum() == 3
+
+
+def test_ghosts_cost_no_more_than_a_hundred_bytes_a_block() -> None:
+    assert policy.Ghosts(10_000).nbytes <= 100 * 10_000

@@ -1,0 +1,407 @@
+"""What an order of eviction is worth, judged on a trace of requests: `python -m kvtier.replay TRACE --bytes N`.
+
+One rule: hit ratio = blocks of the unbroken prefix that are present / all blocks referenced; a request's blocks are then put or used, the tail first.
+Policies are LRU, S3-FIFO and ARC as in their papers, Belady, which knows the future, and kvtier's (`policy.Reuse`). Traces are Mooncake's JSON
+lines or the columns that `save` writes. Numbers only: no bytes of blocks, no daemon. One process, one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from kvtier import policy
+from kvtier.errors import Invalid
+from kvtier.layout import Extents, attention
+from kvtier.slabs import Slabs
+
+SHARES = (1, 2, 5, 10, 20, 40)  # percent of the distinct blocks
+MAX_TRACE_BYTES = 2**30
+Requests = list[list[int]]
+
+
+class Policy(Protocol):
+    """A cache of `capacity` blocks."""
+
+    def has(self, block: int) -> bool:
+        """Whether the block is present. Does not modify."""
+
+    def use(self, blocks: Sequence[int]) -> None:
+        """A request used these blocks, head first: they are put or used, tail first."""
+
+
+class Lru:
+    """Least recently used."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._held: OrderedDict[int, None] = OrderedDict()
+
+    def has(self, block: int) -> bool:
+        return block in self._held
+
+    def use(self, blocks: Sequence[int]) -> None:
+        held = self._held
+        for block in reversed(blocks):
+            if block in held:
+                held.move_to_end(block)
+            else:
+                if len(held) >= self._capacity:
+                    held.popitem(last=False)
+                held[block] = None
+
+
+class S3Fifo:
+    """S3-FIFO (SOSP'23): a small queue of a tenth, a main queue, and ghosts of as many blocks as the main queue holds."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._small_size = max(1, capacity // 10)
+        self._main_size = capacity - self._small_size
+        self._small: deque[int] = deque()
+        self._main: deque[int] = deque()
+        self._ghosts: OrderedDict[int, None] = OrderedDict()
+        self._uses: dict[int, int] = {}
+
+    def has(self, block: int) -> bool:
+        return block in self._uses
+
+    def use(self, blocks: Sequence[int]) -> None:
+        uses = self._uses
+        for block in reversed(blocks):
+            if block in uses:
+                uses[block] = min(3, uses[block] + 1)
+                continue
+            while len(uses) >= self._capacity:
+                if len(self._small) >= self._small_size or not self._main:
+                    self._evict_small()
+                else:
+                    self._evict_main()
+            if block in self._ghosts:
+                del self._ghosts[block]
+                self._main.append(block)
+            else:
+                self._small.append(block)
+            uses[block] = 0
+
+    def _evict_small(self) -> None:
+        while self._small:
+            block = self._small.popleft()
+            if not self._uses[block]:
+                del self._uses[block]
+                self._ghosts[block] = None
+                if len(self._ghosts) > self._main_size:
+                    self._ghosts.popitem(last=False)
+                return
+            self._main.append(block)
+            self._uses[block] = 0
+            if len(self._main) > self._main_size:
+                self._evict_main()
+
+    def _evict_main(self) -> None:
+        while self._main:
+            block = self._main.popleft()
+            if not self._uses[block]:
+                del self._uses[block]
+                return
+            self._uses[block] -= 1
+            self._main.append(block)
+
+
+class Arc:
+    """ARC (FAST'03): lists of blocks used once and more than once, their ghosts, and a target between them."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._target = 0.0
+        self._once: OrderedDict[int, None] = OrderedDict()
+        self._often: OrderedDict[int, None] = OrderedDict()
+        self._ghosts_once: OrderedDict[int, None] = OrderedDict()
+        self._ghosts_often: OrderedDict[int, None] = OrderedDict()
+
+    def has(self, block: int) -> bool:
+        return block in self._once or block in self._often
+
+    def use(self, blocks: Sequence[int]) -> None:
+        for block in reversed(blocks):
+            self._use(block)
+
+    def _use(self, block: int) -> None:
+        once, often, b1, b2 = self._once, self._often, self._ghosts_once, self._ghosts_often
+        if block in once:
+            del once[block]
+        elif block in often:
+            del often[block]
+        elif block in b1:
+            self._target = min(self._capacity, self._target + max(len(b2) / len(b1), 1.0))
+            self._replace(False)
+            del b1[block]
+        elif block in b2:
+            self._target = max(0.0, self._target - max(len(b1) / len(b2), 1.0))
+            self._replace(True)
+            del b2[block]
+        else:
+            self._make_room()
+            once[block] = None
+            return
+        often[block] = None
+
+    def _make_room(self) -> None:
+        once, b1 = self._once, self._ghosts_once
+        if len(once) + len(b1) == self._capacity:
+            if len(once) < self._capacity:
+                b1.popitem(last=False)
+                self._replace(False)
+            else:
+                once.popitem(last=False)
+            return
+        total = len(once) + len(b1) + len(self._often) + len(self._ghosts_often)
+        if total >= self._capacity:
+            if total >= 2 * self._capacity:
+                self._ghosts_often.popitem(last=False)
+            self._replace(False)
+
+    def _replace(self, from_b2: bool) -> None:
+        once = self._once
+        if once and (len(once) > self._target or (from_b2 and len(once) == self._target) or not self._often):
+            self._ghosts_once[once.popitem(last=False)[0]] = None
+        else:
+            self._ghosts_often[self._often.popitem(last=False)[0]] = None
+
+
+class Kvtier:
+    """kvtier's order: of the oldest blocks of every rank the one that is worth least goes; see `policy.Reuse`."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._tick = 0
+        self._lists: list[OrderedDict[int, int]] = [OrderedDict() for _ in range(policy.RANKS)]  # block -> tick of its last use
+        self._rank: dict[int, int] = {}
+        self._reuse = policy.Reuse()
+        self._ghosts = policy.Ghosts(capacity)
+        self._step = max(policy.MIN_STEP, capacity // 2)
+        self._lesson = self._step
+
+    def has(self, block: int) -> bool:
+        return block in self._rank
+
+    def use(self, blocks: Sequence[int]) -> None:
+        self._tick += len(blocks)
+        tick, held, lists = self._tick, self._rank, self._lists
+        for block, rank in zip(reversed(blocks), reversed(self._ranks(blocks)), strict=True):
+            old = held.get(block)
+            if old is not None:
+                del lists[old][block]
+            elif len(held) >= self._capacity:
+                self._evict()
+            held[block] = rank
+            lists[rank][block] = tick
+        if tick >= self._lesson:
+            self._lesson = tick + self._step
+            self._learn()
+
+    def _ranks(self, blocks: Sequence[int]) -> list[int]:
+        """The rank of each block after this use, never more than its head's."""
+        ranks, low, tick = [], policy.RANKS - 1, self._tick
+        for block in blocks:
+            rank = self._rank.get(block)
+            if rank is not None:
+                then = self._lists[rank][block]
+            else:
+                found = self._ghosts.recall(mixed(block))
+                if found is None:
+                    low = 0
+                    ranks.append(0)
+                    continue
+                rank, then = found
+            self._reuse.hit(rank, tick - then)
+            low = min(low, rank + 1)
+            ranks.append(low)
+        return ranks
+
+    def _evict(self) -> None:
+        worth, tick = self._reuse.worth, self._tick
+        least, giver = (float("inf"), 0), 0
+        for rank, blocks in enumerate(self._lists):
+            if blocks:
+                then = next(iter(blocks.values()))
+                offer = (worth[rank][policy.bucket(tick - then)], then)
+                if offer < least:
+                    least, giver = offer, rank
+        block, then = self._lists[giver].popitem(last=False)
+        del self._rank[block]
+        old = self._ghosts.remember(mixed(block), giver, then)
+        if old is not None:
+            self._reuse.gone(old[0], tick - old[1])
+
+    def _learn(self) -> None:
+        ranks = np.repeat(np.arange(policy.RANKS), [len(blocks) for blocks in self._lists])
+        ticks = np.array([then for blocks in self._lists for then in blocks.values()], np.int64)
+        self._reuse.learn(policy.census(ranks, self._tick - ticks) + self._ghosts.living(self._tick))
+
+
+POLICIES: dict[str, Callable[[int], Policy]] = {"lru": Lru, "s3-fifo": S3Fifo, "arc": Arc, "kvtier": Kvtier}
+
+
+def mixed(block: int) -> int:
+    """64 well-mixed bits of a trace's block number (splitmix64), as a key's first 8 bytes are."""
+    x = (block + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+    return x ^ x >> 31
+
+
+def hit_ratio(requests: Requests, cache: Policy, tick: Callable[[int], object] | None = None) -> float:
+    """Replays the requests. `tick` is told how many were done, every 256."""
+    hits = total = 0
+    has, use = cache.has, cache.use
+    for done, blocks in enumerate(requests, 1):
+        total += len(blocks)
+        for block in blocks:
+            if not has(block):
+                break
+            hits += 1
+        use(blocks)
+        if tick is not None and not done % 256:
+            tick(256)
+    return hits / max(1, total)
+
+
+def belady(requests: Requests, capacity: int) -> float:
+    """The hit ratio of evicting what is used again last. It knows the future: nothing real reaches it."""
+    following: dict[int, int] = {}
+    uses: list[list[int]] = []
+    for at in range(len(requests) - 1, -1, -1):
+        uses.append([following.get(block, len(requests)) for block in requests[at]])
+        following.update(dict.fromkeys(requests[at], at))
+    held: dict[int, int] = {}
+    heap: list[tuple[int, int]] = []
+    hits = total = 0
+    for blocks, nexts in zip(requests, reversed(uses), strict=True):
+        total += len(blocks)
+        for block in blocks:
+            if block not in held:
+                break
+            hits += 1
+        for block, again in zip(reversed(blocks), reversed(nexts), strict=True):
+            held[block] = again
+            heapq.heappush(heap, (-again, block))
+            while len(held) > capacity:
+                again, gone = heapq.heappop(heap)
+                if held.get(gone) == -again:
+                    del held[gone]
+    return hits / max(1, total)
+
+
+def distinct(requests: Requests) -> int:
+    """How many different blocks a trace has."""
+    return len({block for blocks in requests for block in blocks})
+
+
+def load(path: Path) -> Requests:
+    """A trace: JSON lines with `hash_ids` as Mooncake publishes them, or the columns that `save` writes (.npz). Raises Invalid."""
+    try:
+        if path.stat().st_size > MAX_TRACE_BYTES:
+            raise Invalid(f"{path} has more than {MAX_TRACE_BYTES} bytes")
+        if path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as columns:
+                ids = columns["ids"].cumsum().tolist()
+                ends = columns["lengths"].cumsum().tolist()
+            return [ids[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+        with path.open(encoding="utf-8") as lines:
+            requests = [[int(block) for block in json.loads(line)["hash_ids"]] for line in lines if line.strip()]
+    except OSError as error:
+        raise Invalid(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise Invalid(f"{path} is not a trace: {error!s:.200}") from None
+    return requests
+
+
+def save(path: Path, requests: Requests) -> None:
+    """Writes a trace as compressed columns: lengths of the requests, and differences of block numbers."""
+    ids = np.array([block for blocks in requests for block in blocks], np.int64)
+    np.savez_compressed(path, lengths=np.array([len(blocks) for blocks in requests], np.uint16), ids=np.diff(ids, prepend=0).astype(np.int32))
+
+
+def blocks_held(nbytes: int, extents: Extents) -> int:
+    """Blocks of these extents that an arena of `nbytes` holds: header, scales, padding of slots and the rest of slabs counted."""
+    slabs = Slabs(nbytes)
+    return slabs.count * (slabs.slab_bytes // extents.slot_bytes)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints hit ratios at `--bytes`: BF16 with LRU beside FP8 with each policy; at shares of the distinct blocks without it."""
+    parser = argparse.ArgumentParser(prog="python -m kvtier.replay", description="Hit ratios of a trace.")
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--bytes", type=int, default=0, help="bytes of the arena")
+    parser.add_argument("--layout", default="32,8,128", help="layers,KV heads,width of a head (32,8,128: Llama-3.1-8B)")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of one of the trace's blocks")
+    parser.add_argument("--policy", action="append", choices=sorted(POLICIES), help="more than once, if you like; all by default")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
+    given = parser.parse_args(arguments)
+    try:
+        requests = load(given.trace)
+        layers, heads, width = map(int, given.layout.split(","))
+        if given.bytes:
+            rows = _at_bytes(requests, given.bytes, given.tokens, (layers, heads, width), given.policy or list(POLICIES))
+        else:
+            rows = [row for share in SHARES for row in _at_share(requests, share, given.policy or list(POLICIES))]
+    except (Invalid, ValueError) as error:
+        print(f"kvtier: {error}", file=sys.stderr)
+        return 2
+    if given.json:
+        print(json.dumps({"trace": str(given.trace), "rows": rows}))
+    else:
+        for row in rows:
+            print("  ".join(f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items()))
+    return 0
+
+
+def _at_share(requests: Requests, share: int, names: Sequence[str]) -> list[dict[str, object]]:
+    capacity = max(1, distinct(requests) * share // 100)
+    found: list[tuple[str, float]] = [(name, _shown(requests, name, capacity)) for name in names]
+    found.append(("belady", belady(requests, capacity)))
+    return [{"share": share, "blocks": capacity, "policy": name, "hit_ratio": ratio} for name, ratio in found]
+
+
+def _at_bytes(requests: Requests, nbytes: int, tokens: int, shape: tuple[int, int, int], names: Sequence[str]) -> list[dict[str, object]]:
+    """A kvtier block is 16 tokens, so that it fits the largest slot; a trace's block is as many of them as it has tokens."""
+    rows: list[dict[str, object]] = []
+    each = max(1, tokens // 16)
+    for dtype, chosen in (("bf16", ["lru"]), ("e4m3fn", list(names))):
+        extents = attention(*shape, engine_tokens=16, dtype=dtype).extents()
+        capacity = blocks_held(nbytes, extents) // each
+        if not capacity:
+            raise Invalid(f"{nbytes} bytes hold no block of {tokens} tokens in {dtype}")
+        for name in chosen:
+            ratio = _shown(requests, name, capacity)
+            rows.append({"format": dtype, "slot_bytes": extents.slot_bytes, "blocks": capacity, "policy": name, "hit_ratio": ratio})
+    return rows
+
+
+def _shown(requests: Requests, name: str, capacity: int) -> float:
+    """A hit ratio, with progress on a terminal's stderr."""
+    if not sys.stderr.isatty():
+        return hit_ratio(requests, POLICIES[name](capacity))
+    done = 0
+
+    def tick(n: int) -> None:
+        nonlocal done
+        done += n
+        print(f"\r{name:8} {capacity} blocks  {100 * done // len(requests):3} %", end="", file=sys.stderr, flush=True)
+
+    ratio = hit_ratio(requests, POLICIES[name](capacity), tick)
+    print("\r" + " " * 60 + "\r", end="", file=sys.stderr)
+    return ratio
+
+
+if __name__ == "__main__":
+    sys.exit(main())
