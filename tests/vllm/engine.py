@@ -242,14 +242,17 @@ class _Child:
         return int(engine.get_num_unfinished_requests())
 
     def do_watch(self) -> None:
-        """From now on every question of the scheduler is timed."""
+        """From now on the first question about each request is timed: the later ones only look whether there is an answer."""
         connector = self.llm.llm_engine.engine_core.engine_core.scheduler.connector
         ask, self.watched = connector.get_num_new_matched_tokens, []
+        seen: set[str] = set()
 
-        def timed(*arguments: Any) -> Any:
+        def timed(request: Any, computed: int) -> Any:
             began = time.perf_counter()
-            answer = ask(*arguments)
-            self.watched.append(time.perf_counter() - began)
+            answer = ask(request, computed)
+            if request.request_id not in seen:
+                seen.add(request.request_id)
+                self.watched.append(time.perf_counter() - began)
             return answer
 
         connector.get_num_new_matched_tokens = timed
