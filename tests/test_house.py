@@ -55,6 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kvtier/connectors/vllm/": EVERYWHERE | {"prometheus_client", "torch", "vllm"},
     "kvtier/workbench/": EVERYWHERE | {"gguf", "kvtier_kernels", "rich", "safetensors", "tokenizers", "torch", "transformers", "typer"},
     "kernels/kvtier_kernels/": EVERYWHERE | {"kvtier_kernels", "torch", "triton"},
+    "kernels/tools/": EVERYWHERE | {"kvtier_kernels", "torch", "triton"},
 }
 FLOOR_0 = {"artifact", "errors", "fingerprint", "identity", "layout", "tensors"}  # all that the kernels may know
 

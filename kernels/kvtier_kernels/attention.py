@@ -3,8 +3,8 @@
     out = sum_t softmax_t(s)_t v_t,  lse = ln sum_t exp(s_t) (+ exp(sink));  s, k and v as in `tile`
 
 FP8 is upcast to fp16 in registers and multiplied by f16 tensor cores: at M = 16 an FP8 dot becomes just that on sm_90 (mma.sync after
-F2FP), costs accuracy (3e-2 against 2e-4) and wins nothing. A purely native cache is multiplied in its own format. A program owns one sequence, one KV head
-with the query heads of its group (any number), and one part of the keys; heads of a group share every load. Runs on the current stream.
+F2FP), costs accuracy (3e-2 against 2e-4) and wins nothing. A purely native cache is multiplied in its own format. A program owns one sequence, one
+KV head with the query heads of its group (any number), and one part of the keys; heads of a group share every load. Runs on the current stream.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from kvtier_kernels import settings
 from kvtier_kernels.merge import merge
 from kvtier_kernels.paged import SCALES, Paged, Rows
 from kvtier_kernels.tile import (
-    FP8,
     LOG2E,
     MIXED,
     NATIVE,
@@ -87,7 +86,8 @@ def _decode(
     SPLITS: tl.constexpr, FORM: tl.constexpr, KEY_SCALES: tl.constexpr, VALUE_SCALES: tl.constexpr, CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr, SINKS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """One sequence, KV head and part of the keys. queries are Rows (page = sequence); outputs [sequences, heads, SPLITS, VALUE_WIDTH], lses likewise."""
+    """One sequence, KV head and part of the keys. queries are Rows (page = sequence); outputs [sequences, heads, SPLITS, VALUE_WIDTH], lses
+    likewise."""
     sequence, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     m, d, dv = tl.arange(0, M), tl.arange(0, D), tl.arange(0, DV)
     end = tl.load(lengths + sequence)

@@ -1,9 +1,10 @@
-"""The one fallback that dequantizes: blocks into native pages, for engines whose attention reads nothing else. Off unless asked for, timed and counted.
+"""The one fallback that dequantizes: blocks into native pages, for engines whose attention reads nothing else. Off unless asked for, timed and
+counted.
 
     x = native(f32(code) * scale)          the product rounded to f32, then to bf16 or fp16: `reference.dequantize(...).to(native)`, bit for bit
 
-It reads a block once and writes twice its bytes, a hop through memory that `restore` avoids; what it costs is in `Expander`'s counters. Pages whose ids
-are below 0 are skipped; flags become 0. Runs on the current stream. An Expander belongs to one thread.
+It reads a block once and writes twice its bytes, a hop through memory that `restore` avoids; what it costs is in `Expander`'s counters. Pages whose
+ids are below 0 are skipped; flags become 0. Runs on the current stream. An Expander belongs to one thread.
 """
 
 from __future__ import annotations

@@ -48,8 +48,7 @@ def decode(codes):
         bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
         bits = tl.where((wide & 0x7F) == NAN_CODE, 0x7E00, bits).to(tl.uint16)
         return bits.to(tl.float16, bitcast=True) * 256.0
-    else:
-        return codes.to(tl.float16)
+    return codes.to(tl.float16)
 
 
 @triton.jit
@@ -57,7 +56,6 @@ def to_fp16(x):
     """A native element as fp16: exact for every bf16 from 2^-14 to 65504, saturating above, NaN kept."""
     if x.dtype == tl.float16:
         return x
-    else:
-        wide = x.to(tl.float32)
-        wide = tl.minimum(tl.maximum(wide, -FP16_MAX, propagate_nan=tl.PropagateNan.ALL), FP16_MAX, propagate_nan=tl.PropagateNan.ALL)
-        return wide.to(tl.float16)
+    wide = x.to(tl.float32)
+    wide = tl.minimum(tl.maximum(wide, -FP16_MAX, propagate_nan=tl.PropagateNan.ALL), FP16_MAX, propagate_nan=tl.PropagateNan.ALL)
+    return wide.to(tl.float16)

@@ -1,8 +1,8 @@
 """Copy blocks that are FP8 already out of an engine's pages, codes and scales as they are: into the block's bytes, nothing is quantized twice.
 
 Two users: a page whose native slot holds restored FP8 ("dual", by its flag), saved again verbatim; and an FP8 engine's own cache ("passthrough"),
-whose static scales are repeated per head in the block. There codes at the top (0x7E, 0xFE) are counted as clipped: more cannot be known of a value that
-somebody else quantized. NaN codes (0x7F, 0xFF) count as nonfinite. One program per engine block, head and part; runs on the current stream.
+whose static scales are repeated per head in the block. There codes at the top (0x7E, 0xFE) are counted as clipped: more cannot be known of a value
+that somebody else quantized. NaN codes (0x7F, 0xFF) count as nonfinite. One program per engine block, head and part; runs on the current stream.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _gather(
     first = e * TOKENS
     page_of = pages + block * (BLOCKS * TOKENS // PAGE)
     page = tl.load(page_of + first // PAGE).to(tl.int64)
-    if FLAGGED:
+    if FLAGGED:  # noqa: SIM102, one `if` is decided at compile time, the other at run time
         if tl.load(flags + page) == 0:
             return  # native: quantized by `quantize`
     entry = table + row * _FIELDS
@@ -88,7 +88,8 @@ def _gather(
 def gather(plan: Plan, pages: torch.Tensor, bodies: torch.Tensor, nonfinite: torch.Tensor, clipped: torch.Tensor | None = None) -> None:
     """Writes the bodies of blocks whose pages hold FP8; pages whose flag says native are left out, as are native parts.
 
-    pages and bodies as in `quantize`, padding included. nonfinite and clipped: int32 [blocks * engine blocks, layers, parts, heads], of which the entries of gathered parts are set; codes at the top are counted if `clipped` is given.
+    pages and bodies as in `quantize`, padding included. nonfinite and clipped: int32 [blocks * engine blocks, layers, parts, heads], of which the
+    entries of gathered parts are set; codes at the top are counted if `clipped` is given.
     """
     blocks = plan.check(pages, bodies)
     for sort in plan.sorts:

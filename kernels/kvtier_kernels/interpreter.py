@@ -1,7 +1,7 @@
 """Triton's interpreter with the arithmetic of the hardware: import it, before any kernel is launched, wherever TRITON_INTERPRET=1.
 
-The stock interpreter is numerically wrong, alike in Triton 3.4 to 3.9: casts to e4m3fn lose the carry out of the mantissa (7.87 becomes 4), round ties
-away from zero, flush subnormals and turn 464 and above into NaN; 0x7F decodes to 480; f32 to bf16 truncates; a dot of bf16 multiplies raw
+The stock interpreter is numerically wrong, alike in Triton 3.4 to 3.9: casts to e4m3fn lose the carry out of the mantissa (7.87 becomes 4), round
+ties away from zero, flush subnormals and turn 464 and above into NaN; 0x7F decodes to 480; f32 to bf16 truncates; a dot of bf16 multiplies raw
 bits. `install` puts torch's conversions in their place, as PTX defines them. It changes the process-wide interpreter and nothing where the
 interpreter is off. Call it from one thread; calling it again is harmless.
 """

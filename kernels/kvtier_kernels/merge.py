@@ -2,8 +2,8 @@
 
     lse = ln sum_i exp(lse_i)          out = sum_i exp(lse_i - lse) out_i
 
-A part that saw no key (out 0, lse -Inf) is neutral; if all are, the result is 0 and -Inf. A sink belongs to exactly one part. Order does not matter but
-for rounding. Sums in f32; one program per row; runs on the current stream.
+A part that saw no key (out 0, lse -Inf) is neutral; if all are, the result is 0 and -Inf. A sink belongs to exactly one part. Order does not matter
+but for rounding. Sums in f32; one program per row; runs on the current stream.
 """
 
 from __future__ import annotations

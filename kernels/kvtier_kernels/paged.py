@@ -86,7 +86,8 @@ class Plane:
         return self.any.shape[3]
 
     def side(self, fp8_type: bool) -> Side:
-        """The kernel argument. `fp8_type`: codes as float8_e4m3fn, where the chip knows it, else as uint8. What is absent gets a pointer nobody reads."""
+        """The kernel argument. `fp8_type`: codes as float8_e4m3fn, where the chip knows it, else as uint8. What is absent gets a pointer nobody
+        reads."""
         codes = self.any if self.codes is None else self.codes.view(torch.float8_e4m3fn) if fp8_type else self.codes
         return Side(rows(self.any if self.native is None else self.native), rows(codes), rows(self.any if self.scales is None else self.scales))
 

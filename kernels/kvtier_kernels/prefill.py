@@ -2,15 +2,15 @@
 
     out = sum_t softmax_t(s)_t v_t,  lse = ln sum_t exp(s_t) (+ exp(sink));  s, k and v as in `tile`; a query sees t up to its own position
 
-A program owns `rows` rows: a run of tokens times the query heads of one KV head (any number). FP8 is upcast to fp16 in registers and multiplied by f16
-tensor cores. `dots` may ask for FP8 tensor cores instead, on sm_90 and newer, over the leading FP8 pages of a sequence:
+A program owns `rows` rows: a run of tokens times the query heads of one KV head (any number). FP8 is upcast to fp16 in registers and multiplied by
+f16 tensor cores. `dots` may ask for FP8 tensor cores instead, on sm_90 and newer, over the leading FP8 pages of a sequence:
 
     "qk"      queries are rounded to e4m3fn in the kernel, a row by its largest
     "qk+pv"   also the weights, a row of a tile by its largest:  acc += (p8 . v8) * factor of the row, an FP32 operation between any two dots
 
-The tensor core's FP8 accumulator keeps about 13 fraction bits on sm_90: summed in it alone, coherent parts shrink (gain .966 at 8k tokens, .640 at 128k).
-The form above promotes to FP32 every tile, at most 128 tokens, by construction; no compiler option is involved. Off by default until a needle test
-on a GPU has passed. Runs on the current stream.
+The tensor core's FP8 accumulator keeps about 13 fraction bits on sm_90: summed in it alone, coherent parts shrink (gain .966 at 8k tokens, .640 at
+128k). The form above promotes to FP32 every tile, at most 128 tokens, by construction; no compiler option is involved. Off by default until a
+needle test on a GPU has passed. Runs on the current stream.
 """
 
 from __future__ import annotations
@@ -88,18 +88,17 @@ def _prefill(
     token, q_head = block * each + m // GROUP, head * GROUP + m % GROUP
     used = (token < count) & (m < each * GROUP)
     row = (start + token).to(tl.int64)
-    rows = queries.start + (row * queries.page + q_head * queries.head)[:, None]
-    q = tl.load(rows + d[None, :], mask=used[:, None] & (d < WIDTH)[None, :], other=0.0)
+    q = tl.load(
+        queries.start + (row * queries.page + q_head * queries.head)[:, None] + d[None, :], mask=used[:, None] & (d < WIDTH)[None, :], other=0.0
+    )
     # Rows that are not used see what the last used one sees: nothing is NaN, and no bound grows.
     last_seen = end - count + tl.minimum(token, count - 1)
     first_seen = tl.zeros([M], tl.int32)
     if WINDOWED:
         first_seen = tl.maximum(last_seen - window + 1, 0)
-    high = tl.cdiv(tl.max(last_seen, axis=0) + 1, TILE)
-    low = tl.min(first_seen, axis=0) // TILE
-    acc = tl.zeros([M, DV], tl.float32)
+    low, high = tl.min(first_seen, axis=0) // TILE, tl.cdiv(tl.max(last_seen, axis=0) + 1, TILE)
+    acc, total = tl.zeros([M, DV], tl.float32), tl.zeros([M], tl.float32)
     top = tl.full([M], NONE, tl.float32)
-    total = tl.zeros([M], tl.float32)
     table = tables + sequence * table_stride
     unit = 1.0 if FORM == NATIVE or VALUE_SCALES == 3 or QK else UNIT
     unit = unit + tl.sum(total, axis=0)  # a tensor, as the loop carries it
@@ -127,8 +126,7 @@ def _prefill(
     if SINKS:
         sink = tl.load(sinks + q_head, mask=used, other=NONE)
     output, lse = finish(acc, top, total, unit, sink, SINKS)
-    out = outputs + (row * out_token + q_head * out_head)[:, None] + dv[None, :]
-    tl.store(out, output, mask=used[:, None] & (dv < VALUE_WIDTH)[None, :])
+    tl.store(outputs + (row * out_token + q_head * out_head)[:, None] + dv[None, :], output, mask=used[:, None] & (dv < VALUE_WIDTH)[None, :])
     tl.store(lses + row * lse_token + q_head * lse_head, lse, mask=used)
 
 
@@ -201,7 +199,9 @@ def _check_dots(dots: str, cache: Paged, width: int, channel: bool) -> None:
     if dots not in DOTS:
         raise Invalid(f"dots must be one of {DOTS}, not {dots!r}")
     if width == 256:
-        settings.warn("prefill with head dim 256 has a setting of its own, compiled and checked but expected to be slow: engines' own kernels regress here")
+        settings.warn(
+            "prefill with head dim 256 has a setting of its own, compiled and checked but expected to be slow: engines' own kernels regress here"
+        )
     if dots == "fp16":
         return
     found = settings.capability(cache.device)

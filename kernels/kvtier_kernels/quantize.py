@@ -67,16 +67,52 @@ def _widen(amax, x, KIND: tl.constexpr):
     """amax of one scale each, grown by the elements of a tile."""
     if KIND == 2:
         return tl.maximum(amax, tl.max(tl.max(_magnitude(x), axis=1), axis=0))
-    elif KIND == 4:
+    if KIND == 4:
         return tl.maximum(amax, tl.max(_magnitude(x), axis=0))
-    else:
-        return amax
+    return amax
 
 
 @triton.jit
 def _scale(amax, SMALL: tl.constexpr):
     scale = tl.minimum(tl.maximum(amax * _RECIPROCAL, _MIN_SCALE), _MAX_SCALE)
     return scale.to(tl.bfloat16).to(tl.float32) if SMALL else scale
+
+
+@triton.jit
+def _block_inverse(
+    x, source, page_of, first, e, rows, scales, given, d,
+    KIND: tl.constexpr, SMALL: tl.constexpr, TOKENS: tl.constexpr, PAGE: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """1 / scale of what is scaled by the whole engine block, 1 else; stores the scale. `x` is the block's first tile, the others are read here."""
+    inverse = 1.0
+    if KIND == 1:
+        scale = tl.load(given)
+        inverse = tl.div_rn(1.0, scale)
+        tl.store(scales, scale, mask=e == 0)
+    elif KIND == 2 or KIND == 4:
+        amax = tl.zeros([WIDE], tl.float32) if KIND == 4 else 0.0
+        amax = _widen(amax, x, KIND)
+        for at in range(TILE, TOKENS, TILE):
+            amax = _widen(amax, _load(source, page_of, first, at, rows, d, TOKENS, WIDTH, PAGE, TILE), KIND)
+        scale = _scale(amax, SMALL)
+        inverse = tl.div_rn(1.0, scale)
+        if KIND == 2:
+            tl.store(scales + e, scale.to(scales.dtype.element_ty))
+        else:
+            tl.store(scales + e * WIDTH + d, scale.to(scales.dtype.element_ty), mask=d < WIDTH)
+    return inverse
+
+
+@triton.jit
+def _scaled(wide, most, inverse, scales, live, KIND: tl.constexpr, SMALL: tl.constexpr):
+    """x times 1 / scale of a tile. Scales of tokens are made of `most`, the largest of each row, and stored here."""
+    if KIND == 3:
+        scale = _scale(most, SMALL)
+        tl.store(scales, scale.to(scales.dtype.element_ty), mask=live)
+        return wide * tl.div_rn(1.0, scale)[:, None]
+    if KIND == 4:
+        return wide * inverse[None, :]
+    return wide * inverse
 
 
 @triton.jit
@@ -91,7 +127,7 @@ def _quantize(
     block, e = one // BLOCKS, one % BLOCKS
     first = e * TOKENS
     page_of = pages + block * (BLOCKS * TOKENS // PAGE)
-    if FLAGGED:
+    if FLAGGED:  # noqa: SIM102, one `if` is decided at compile time, the other at run time
         if tl.load(flags + tl.load(page_of + first // PAGE)) != 0:
             return  # holds FP8 already: gathered as it is
     entry = table + row * _FIELDS
@@ -101,22 +137,8 @@ def _quantize(
     scales = body_scales + block * scale_pitch + head * scale_head_stride + tl.load(entry + _SCALES_AT)
     index = tl.load(entry + _INDEX)
     x = _load(source, page_of, first, 0, side.native, d, TOKENS, WIDTH, PAGE, TILE)
-    inverse = 1.0
-    if KIND == 1:
-        scale = tl.load(statics + index * HEADS + head)
-        inverse = tl.div_rn(1.0, scale)
-        tl.store(scales, scale, mask=e == 0)
-    elif KIND == 2 or KIND == 4:
-        amax = tl.zeros([WIDE], tl.float32) if KIND == 4 else 0.0
-        amax = _widen(amax, x, KIND)
-        for at in range(TILE, TOKENS, TILE):
-            amax = _widen(amax, _load(source, page_of, first, at, side.native, d, TOKENS, WIDTH, PAGE, TILE), KIND)
-        scale = _scale(amax, SMALL)
-        inverse = tl.div_rn(1.0, scale)
-        if KIND == 2:
-            tl.store(scales + e, scale.to(scales.dtype.element_ty))
-        else:
-            tl.store(scales + e * WIDTH + d, scale.to(scales.dtype.element_ty), mask=d < WIDTH)
+    given = statics + index * HEADS + head
+    inverse = _block_inverse(x, source, page_of, first, e, side.native, scales, given, d, KIND, SMALL, TOKENS, PAGE, WIDTH, WIDE, TILE)
     clips = tl.zeros([TILE], tl.int32)
     odd = tl.zeros([TILE], tl.int32)
     tops = tl.zeros([TILE], tl.float32)
@@ -134,14 +156,7 @@ def _quantize(
         if KIND == 0:
             tl.store(target, x, mask=inside)
         else:
-            if KIND == 3:
-                scale = _scale(most, SMALL)
-                tl.store(scales + first + t, scale.to(scales.dtype.element_ty), mask=t < TOKENS)
-                y = wide * tl.div_rn(tl.full([TILE], 1.0, tl.float32), scale)[:, None]
-            elif KIND == 4:
-                y = wide * inverse[None, :]
-            else:
-                y = wide * inverse
+            y = _scaled(wide, most, inverse, scales + first + t, t < TOKENS, KIND, SMALL)
             clips += tl.sum(((tl.abs(y) > _CLIP) & finite).to(tl.int32), axis=1)
             tl.store(target, encode(y, wide, BITS), mask=inside)
     count = (one * INDICES + index) * HEADS + head
@@ -193,8 +208,8 @@ def _launch(plan: Plan, sort: Sort, pages: torch.Tensor, bodies: torch.Tensor, s
     # An excluded layer is native whatever the flags say of its page.
     flags = None if part.native or sort.first.codes is None else plan.flags
     _quantize[(blocks * plan.engine_blocks, sort.rows, plan.heads)](
-        Side(*sort.first.side(False)), data, scales, bodies, seen.amax if statics is None else statics, seen.clipped, seen.nonfinite, seen.amax, pages,
-        pages if flags is None else flags, sort.table, data.stride(0), scales.stride(0), bodies.stride(0),
+        Side(*sort.first.side(False)), data, scales, bodies, seen.amax if statics is None else statics, seen.clipped, seen.nonfinite, seen.amax,
+        pages, pages if flags is None else flags, sort.table, data.stride(0), scales.stride(0), bodies.stride(0),
         stride // data.element_size(), stride // scales.element_size(), stride,
         KIND=KIND[part.granularity], SMALL=part.scale_dtype == "bf16", BITS=not settings.knows_e4m3(plan.device), FLAGGED=flags is not None,
         TOKENS=plan.tokens, BLOCKS=plan.engine_blocks, PAGE=plan.page, WIDTH=part.width, WIDE=wide, TILE=tune.tile, HEADS=plan.heads,

@@ -4,8 +4,8 @@
     native cache      codes and scales into the native slots' own bytes ("dual", byte layout in `paged`), then the pages' flags := 1
     native parts      (excluded layers, or a native namespace) elements as they are; the flags of a native namespace := 0
 
-Data first, then flags, on one stream. The engine's stream must wait for this one before it reads, and this one for the engine's before it writes: a page
-may have been handed on while an earlier step still reads it. A page id below 0 is skipped (null blocks of sliding windows). Returns at once.
+Data first, then flags, on one stream. The engine's stream must wait for this one before it reads, and this one for the engine's before it writes: a
+page may have been handed on while an earlier step still reads it. A page id below 0 is skipped (null blocks of sliding windows). Returns at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import triton.language as tl
 
 from kvtier_kernels import paged, settings
 from kvtier_kernels.paged import SCALES, Side
-from kvtier_kernels.plan import CODES_AT, DATA_AT, FIELDS, NATIVE_AT, SCALE_TYPES, SCALES_AT, SLOT_SCALES_AT, Plan, Sort, token_rows
+from kvtier_kernels.plan import CODES_AT, DATA_AT, FIELDS, NATIVE_AT, SCALE_TYPES, SCALES_AT, SLOT_SCALES_AT, Plan, Sort
 
 _FIELDS, _CODES_AT, _SLOT_SCALES_AT = tl.constexpr(FIELDS), tl.constexpr(CODES_AT), tl.constexpr(SLOT_SCALES_AT)
 _DATA_AT, _SCALES_AT, _NATIVE_AT = tl.constexpr(DATA_AT), tl.constexpr(SCALES_AT), tl.constexpr(NATIVE_AT)
@@ -29,7 +29,8 @@ def _restore(
     SCALES: tl.constexpr, PER_BLOCK: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr, PAGE: tl.constexpr,
     WIDTH: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """One page of one head and part. `rows` are the native elements or the codes to write; SCALES 0: there are none to write; ALIGN: 16 bytes in elements."""
+    """One page of one head and part. `rows` are the native elements or the codes to write; SCALES 0: there are none to write; ALIGN: 16 bytes in
+    elements."""
     one, row, head = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     per: tl.constexpr = BLOCKS * TOKENS // PAGE
     block, first = one // per, (one % per) * PAGE

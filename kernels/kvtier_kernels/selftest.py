@@ -1,8 +1,8 @@
 """Whether the kernels may be used on this device: each runs once on a seeded block whose scales are not 1, and is compared with `reference`.
 
-Run it when an engine starts, before any block is stored or restored. A kernel that raises, compiles to nonsense or differs is named with what was seen, and
-whoever asked uses mode `native` instead and counts it (a metric, `reasons` as its text): wrong attention is never an option, fewer hits are. Takes
-seconds on a GPU, most of them compilation; blocks the caller. Any thread may call.
+Run it when an engine starts, before any block is stored or restored. A kernel that raises, compiles to nonsense or differs is named with what was
+seen, and whoever asked uses mode `native` instead and counts it (a metric, `reasons` as its text): wrong attention is never an option, fewer hits
+are. Takes seconds on a GPU, most of them compilation; blocks the caller. Any thread may call.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class _Case:
         static = [torch.tensor(scales) for scales in SCALES] if granularity == "head" else [None, None]
         self.wanted = [reference.quantize(x.cpu(), granularity, static[i % 2]) for i, x in enumerate(self.parts)]
         self.granularity, self.width, self.queries = granularity, width, torch.randn(5, 6, width, generator=generator).to(dtype).to(device)
-        self.native = reference.Tile(*(self.kv[1, ..., j * width : (j + 1) * width].cpu().clone() for j in (0, 1)), start=2 * page, used=page - 3)
+        keys, values = (self.kv[1, ..., j * width : (j + 1) * width].cpu().clone() for j in (0, 1))
+        self.native = reference.Tile(keys, values, start=2 * page, used=page - 3)
         self.checks: dict[str, Callable[[], str]] = {
             "quantize": self.quantize,
             "expand": self.expand,
@@ -93,7 +94,8 @@ class _Case:
 
     def expand(self) -> str:
         spare = self.kv.clone()
-        cache = paged.interleaved(spare, self.width, torch.zeros_like(self.plan.flags), (self.granularity,) * 2)  # type: ignore[arg-type]
+        flags = torch.zeros(3, dtype=torch.uint8, device=spare.device)
+        cache = paged.interleaved(spare, self.width, flags, (self.granularity, self.granularity))
         Expander(enabled=True).expand(plan(self.plan.extents, [cache]), self.bodies, self.pages)
         differing = 0
         for i, quantized in enumerate(self.wanted):

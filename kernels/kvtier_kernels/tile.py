@@ -8,7 +8,8 @@
 
 K and V are read as they lie, by the flag of their page, and upcast to fp16 in registers; never more than a tile of them exists. Weights are kept in
 fp16 as p * (V scale / largest V scale so far) * 2^15, so that neither small scales nor long tails fall out of fp16; the accumulator's unit follows.
-Logarithms are to base 2 inside. Every load of K, V or a scale is masked by what is visible at all, so unused slots may hold anything. Called in kernels only.
+Logarithms are to base 2 inside. Every load of K, V or a scale is masked by what is visible at all, so unused slots may hold anything. Called in
+kernels only.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def spread(of_page, within, TILE: tl.constexpr):
 
 @triton.jit
 def elements(side, page, within, head, live, restored, d, WIDTH: tl.constexpr, TILE: tl.constexpr, FORM: tl.constexpr):
-    """K or V [TILE, d] as fp16, without scales (a native cache in its own format); zeros where not `live`. restored [TILE]: FP8 by the page's flag."""
+    """K or V [TILE, d] as fp16, without scales (a native cache in its own format); zeros where not `live`. restored [TILE]: FP8 by the page's
+    flag."""
     wide = (d < WIDTH)[None, :]
     if FORM == FP8:
         at = offsets(side.codes, page, within, head, TILE)
@@ -66,13 +68,12 @@ def token_scales(side, page, within, head, live, restored, TILE: tl.constexpr, S
     """Scale of each token [TILE], f32: 1 where the page is native, 0 or 1 where not `live`."""
     if FORM == NATIVE or SCALES == 3:
         return tl.where(live, 1.0, 0.0)
-    else:
-        read = live & restored if FORM == MIXED else live
-        rows = side.scales
-        starts = page * rows.page + head * rows.head
-        step = rows.token if SCALES == 2 else 0
-        at = tl.reshape(starts[:, None] + (within * step)[None, :], [TILE])
-        return tl.load(rows.start + at, mask=read, other=1.0).to(tl.float32)
+    read = live & restored if FORM == MIXED else live
+    rows = side.scales
+    starts = page * rows.page + head * rows.head
+    step = rows.token if SCALES == 2 else 0
+    at = tl.reshape(starts[:, None] + (within * step)[None, :], [TILE])
+    return tl.load(rows.start + at, mask=read, other=1.0).to(tl.float32)
 
 
 @triton.jit

@@ -3,10 +3,10 @@
     save   pages -> quantize -> staging on the device -> one copy a block -> the arena's slots      then, and not before, a host may read them
     load   the arena's slots -> one copy a block -> staging -> restore (or expand) -> pages         then, and not before, the slots may be released
 
-Everything of one Mover runs in order on a stream of its own, so staging is reused safely and a batch larger than it goes in pieces. The stream first waits
-for the engine's: pages may still be written or read by earlier steps. What comes back is a Ticket, an event with what it guards; every wait
-has a deadline. Host memory is registered once (`Registered`), or copies are neither direct nor asynchronous. On a CPU the same steps are plain copies. A
-Mover belongs to one thread.
+Everything of one Mover runs in order on a stream of its own, so staging is reused safely and a batch larger than it goes in pieces. The stream
+first waits for the engine's: pages may still be written or read by earlier steps. What comes back is a Ticket, an event with what it guards; every
+wait has a deadline. Host memory is registered once (`Registered`), or copies are neither direct nor asynchronous. On a CPU the same steps are plain
+copies. A Mover belongs to one thread.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ STAGING = 32  # bodies in a Mover's staging; at 1 MiB a block 32 MiB of device m
 class Registered:
     """Host memory that a device copies from and to directly. `memory`: the whole arena mapping, uint8, which must outlive this object.
 
-    Raises Unavailable if the driver refuses (locked-memory limit, read-only mapping on an old one): the caller then moves no KV. `close` once all tickets
-    are done; it is what lets the mapping be unmapped.
+    Raises Unavailable if the driver refuses (locked-memory limit, read-only mapping on an old one): the caller then moves no KV. `close` once all
+    tickets are done; it is what lets the mapping be unmapped.
     """
 
     def __init__(self, memory: NDArray[np.uint8], device: torch.device) -> None:
@@ -98,8 +98,8 @@ class Ticket:
 
     @property
     def seen(self) -> Seen:
-        """What quantization saw, on the host, [blocks, layers, parts, heads]. A block with a non-finite value must not be sealed. Raises Invalid before
-        the ticket is done, and for a load."""
+        """What quantization saw, on the host, [blocks, layers, parts, heads]. A block with a non-finite value must not be sealed. Raises Invalid
+        before the ticket is done, and for a load."""
         if not self._seen or not self.done():
             raise Invalid("a load sees nothing, and a save nothing before it is done")
         return Seen(*(torch.cat(parts) for parts in zip(*self._seen, strict=True)))
@@ -117,7 +117,8 @@ class Mover:
         self._stream = torch.cuda.Stream(plan.device) if plan.device.type == "cuda" else None
 
     def save(self, pages: torch.Tensor, bodies: Sequence[NDArray[np.uint8]], statics: torch.Tensor | None = None) -> Ticket:
-        """Quantizes blocks from their pages [blocks, pages of a block] into bodies in the arena. Returns at once; raises Invalid for what does not fit."""
+        """Quantizes blocks from their pages [blocks, pages of a block] into bodies in the arena. Returns at once; raises Invalid for what does not
+        fit."""
         targets = self._hosts(pages, bodies, writing=True)
         pieces: list[Seen] = []
 

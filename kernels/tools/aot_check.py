@@ -1,11 +1,12 @@
 """Compile every kernel setting for several GPUs without one, and read the machine code for what makes a kernel slow or wrong.
 
-    python kernels/tools/aot_check.py [--targets sm_80,sm_89,sm_90,sm_100] [--only TEXT] [--json FILE] [--markdown] [--fault NAME]
+    python kernels/tools/aot_check.py [--targets sm_80,sm_89,sm_90,sm_100] [--only TEXT] [--json FILE] [--markdown] [--quick] [--fault NAME]
 
 The real launchers run, on small CPU tensors, under a driver that only compiles: settings, signature and alignment are those of a real launch. An
 entry fails on: a compile error; a spill (LDL, STL); more shared memory than the chip has; a matrix instruction that is missing; global loads of
-single bytes or halves of K, V or a block; no 16-byte access at all; a quantizing cast that goes through fp16. Exit status 1 if any entry fails. Each target
-runs in a process of its own: compiling sm_90 before sm_89 in one process makes ptxas refuse the latter. `--fault` plants one, to show that it is seen.
+single bytes or halves of K, V or a block; no 16-byte access at all; a quantizing cast that goes through fp16. Exit status 1 if any entry fails.
+Each target runs in a process of its own: compiling sm_90 before sm_89 in one process makes ptxas refuse the latter. `--fault` plants one, to show
+that it is seen.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Entry:
     mma: str = ""
     cast: bool = False
     least: int = 80  # compute capability from which it exists
-    wide: bool = True
+    core: bool = False  # part of --quick
 
 
 @dataclass
@@ -142,7 +143,12 @@ def entries() -> Iterator[Entry]:
     """Every default setting: each kernel by head dim, and for head dim 128 whatever else changes its code."""
     for width in paged.WIDTHS:
         yield from by_width(width)
-    for name, kinds, small, tokens in (("head", HEAD, False, 16), ("token-head", TOKEN, False, 16), ("kivi", KIVI, True, 64), ("block-head", BLOCK, False, 544)):
+    for name, kinds, small, tokens in (
+        ("head", HEAD, False, 16),
+        ("token-head", TOKEN, False, 16),
+        ("kivi", KIVI, True, 64),
+        ("block-head", BLOCK, False, 544),
+    ):
         yield Entry(f"quantize[D128,{name},{tokens}]", lambda k=kinds, s=small, t=tokens: run_quantize(planned(128, k, t, 16, s)), cast=True)
     yield Entry("quantize[D128,head,16,fp16]", lambda: run_quantize(planned(128, HEAD, 16, 16, dtype="fp16")), cast=True)
     yield Entry("quantize[D128,native,16]", lambda: run_quantize(planned(128, HEAD, 16, 16, form="native")))
@@ -163,16 +169,16 @@ def entries() -> Iterator[Entry]:
 
 def by_width(width: int) -> Iterator[Entry]:
     """What is compiled for every head dim."""
-    yield Entry(f"quantize[D{width},block-head,16]", lambda: run_quantize(planned(width, BLOCK, 16, 16)), cast=True)
+    yield Entry(f"quantize[D{width},block-head,16]", lambda: run_quantize(planned(width, BLOCK, 16, 16)), cast=True, core=True)
     yield Entry(f"restore[D{width},block-head,16]", lambda: run_restore(planned(width, BLOCK, 16, 16)))
     yield Entry(f"expand[D{width},block-head,16]", lambda: run_expand(planned(width, BLOCK, 16, 16)))
     yield Entry(f"merge[D{width}]", lambda: merge.merge(torch.zeros(4, 8, width), torch.zeros(4, 8)))
     for kinds in (BLOCK, KIVI):
-        yield Entry(f"decode[D{width},mixed,{kinds[0]},page 16]", lambda k=kinds: run_decode(width, "mixed", k, 16), mma="f16")
-        yield Entry(f"prefill[D{width},mixed,{kinds[0]},page 16]", lambda k=kinds: run_prefill(width, "mixed", k, 16), mma="f16")
+        yield Entry(f"decode[D{width},mixed,{kinds[0]},page 16]", lambda k=kinds: run_decode(width, "mixed", k, 16), mma="f16", core=kinds == BLOCK)
+        yield Entry(f"prefill[D{width},mixed,{kinds[0]},page 16]", lambda k=kinds: run_prefill(width, "mixed", k, 16), mma="f16", core=kinds == BLOCK)
     for dots in ("qk", "qk+pv") if width <= 128 else ():
         run = lambda o=dots: run_prefill(width, "mixed", BLOCK, 16, dots=o)  # noqa: E731
-        yield Entry(f"prefill[D{width},mixed,block-head,page 16,{dots}]", run, mma="fp8", least=90)
+        yield Entry(f"prefill[D{width},mixed,block-head,page 16,{dots}]", run, mma="fp8", least=90, core=width == 128)
 
 
 class CompileOnly:
@@ -232,7 +238,7 @@ def inspect(entry: Entry, kernel: Any, target: GPUTarget, result: Result) -> Non
         result.failures.append(f"{result.shared} bytes of shared memory, {SHARED[target.arch]} allowed")
     if narrow > (ATTENTION_FLAG_LOADS if entry.mma else FLAG_LOADS):
         result.failures.append(f"{narrow} global loads of bytes or halves")
-    if entry.wide and not re.search(r"\.128\b", sass):
+    if not re.search(r"\.128\b", sass):
         result.failures.append("no 16-byte access")
     if entry.cast and target.arch >= 89 and "STG" in sass and re.search(r"E4M3\.F16|F2FP\.F16\.F32", sass):
         result.failures.append("a quantizing cast goes through fp16")
@@ -271,7 +277,11 @@ def plant(fault: str) -> None:
         edit(attention.step, "tl.dot(q, tl.trans(k))", "tl.sum(q[:, None, :] * k[None, :, :], axis=2).to(tl.float32)")
         edit(attention.step, "tl.dot(weights.to(tl.float16), v, acc * (decay * (unit / higher))[:, None])", "acc + tl.sum(weights)")
     elif fault == "byte-loads":
-        edit(tile.offsets, "tl.multiple_of(tl.reshape(starts[:, None] + (within * rows.token)[None, :], [TILE]), 16)", "tl.reshape(starts[:, None] + (within * rows.token)[None, :], [TILE])")
+        edit(
+            tile.offsets,
+            "tl.multiple_of(tl.reshape(starts[:, None] + (within * rows.token)[None, :], [TILE]), 16)",
+            "tl.reshape(starts[:, None] + (within * rows.token)[None, :], [TILE])",
+        )
     elif fault == "compile":
         edit(tile.token_scales, "step = rows.token if SCALES == 2 else 0", "step = rows.nothing")
 
@@ -281,13 +291,13 @@ def edit(function: Any, old: str, new: str) -> None:
     function._unsafe_update_src(function.src.replace(old, new))
 
 
-def run_target(name: str, only: str, fault: str) -> list[Result]:
+def run_target(name: str, only: str, fault: str, quick: bool) -> list[Result]:
     """All entries for one target, in this process."""
     target = GPUTarget("cuda", int(name.removeprefix("sm_")), 32)
     driver.set_active(CompileOnly(target))
     if fault:
         plant(fault)
-    chosen = [entry for entry in entries() if only in entry.name and entry.least <= target.arch]
+    chosen = [entry for entry in entries() if only in entry.name and entry.least <= target.arch and (entry.core or not quick)]
     return [check(entry, target, name) for entry in chosen]
 
 
@@ -310,17 +320,19 @@ def main() -> int:
     parser.add_argument("--targets", default="sm_80,sm_89,sm_90,sm_100")
     parser.add_argument("--only", default="", help="entries whose name contains this")
     parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--quick", action="store_true", help="the kernels' main settings only")
     parser.add_argument("--markdown", action="store_true", help="print the table of docs/kernels.md")
     parser.add_argument("--fault", default="", choices=("", *FAULTS), help="plant a fault of this class")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     targets = arguments.targets.split(",")
     if arguments.here:
-        print(json.dumps([asdict(result) for result in run_target(targets[0], arguments.only, arguments.fault)]))
+        print(json.dumps([asdict(result) for result in run_target(targets[0], arguments.only, arguments.fault, arguments.quick)]))
         return 0
 
     def child(target: str) -> list[Result]:
         command = [sys.executable, __file__, "--here", "--targets", target, "--only", arguments.only, "--fault", arguments.fault]
+        command += ["--quick"] if arguments.quick else []
         done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE, check=False)
         if done.returncode:
             raise SystemExit(f"{target}: {done.stderr[-3000:]}")

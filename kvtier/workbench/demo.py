@@ -39,6 +39,7 @@ from kvtier.identity import Description, parse_description
 
 LEAST_TOP1 = 0.88  # share of positions whose first choice equals the native one's
 PATIENCE = 240.0  # seconds for one step of an engine; the whole demo takes about one minute on two cores
+INTERPRETED = 900.0  # the same where Triton's interpreter, a thousand times slower than a kernel, does the attention
 SOON = 30.0  # seconds for the daemon to start or stop
 CALL = 5.0  # deadline of one call, far above the default: on a busy machine a late answer must not look like a miss
 ARENA = "512MiB"
@@ -112,9 +113,9 @@ class Bars:
         self.progress.update(self._tasks[label], completed=done)
 
 
-def await_event(engine: Process, event: str, bars: Bars) -> dict[str, Any]:
+def await_event(engine: Process, event: str, bars: Bars, patience: float = PATIENCE) -> dict[str, Any]:
     """The engine's next event of this name; its progress moves the bars meanwhile."""
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + patience
     while True:
         message: dict[str, Any] = json.loads(engine.line(until))
         if message["event"] == event:
@@ -178,7 +179,7 @@ def run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
                 killed = engine.end(signal.SIGKILL)
             console.print(f"engine A stored {stored['blocks']} blocks and was killed with SIGKILL; the daemon lives on")
             with Process("engine B", directory, "-m", "kvtier.workbench.engine", "restore", *options) as engine:
-                result = await_event(engine, "result", bars)
+                result = await_event(engine, "result", bars, PATIENCE if arguments.attention == "reference" else INTERPRETED)
             description, hashes = parse_description(result.pop("description").encode()), [bytes.fromhex(h) for h in result.pop("hashes")]
             others = strangers(socket, artifact.load(scales), description, hashes)
             stopped = server.end(signal.SIGTERM)
@@ -200,12 +201,8 @@ def promises(figures: dict[str, Any]) -> dict[str, bool]:
     def named(answer: dict[str, Any], field: str) -> bool:
         return any(line.startswith(f"{field}:") for line in answer["differences"])
 
-    kernels = result["kernels"]
-    more = {} if kernels is None else {
-        "through the Triton kernels the answers are the reference's, and scales x 20 destroy them": kernels["top1"] == 1.0
-        and kernels["control_top1"] < 0.5
-    }  # fmt: skip
-    return more | {
+    kernels = {} if result["kernels"] is None else {"through the Triton kernels every answer is the reference's": result["kernels"]["top1"] == 1.0}
+    return kernels | {
         f"engine A stored all {blocks} whole blocks and died of SIGKILL": figures["stored"]["blocks"] == blocks
         and figures["engine_a_exit"] == -signal.SIGKILL,
         "a fresh process restored all of them": result["blocks_restored"] == blocks,
@@ -245,7 +242,11 @@ def report(figures: dict[str, Any], console: Console) -> None:
     row("KL(native || restored)", f"{right['kl']:.5f}", "nats a token")
     row("perplexity", f"{right['perplexity']:.3f}", f"native {result['native_perplexity']:.3f}")
     if result["kernels"] is not None:
-        row("kernels against reference", f"{result['kernels']['top1']:.3f}", f"top-1 agreement, KL {result['kernels']['kl']:.1e}, same restored blocks")
+        row(
+            "kernels against reference",
+            f"{result['kernels']['top1']:.3f}",
+            f"top-1 agreement, KL {result['kernels']['kl']:.1e}, same restored blocks",
+        )
     table.add_section()
     for key, what in (("same", "same description"), ("other_revision", "another revision"), ("other_scales", "changed scales")):
         asked = figures[key]

@@ -1,7 +1,7 @@
 """The demo's attention through the Triton kernels, as an engine in mode `dual` runs it: on a GPU, or on Triton's corrected interpreter without one.
 
-A cache of native slots, one tensor a layer. Leased blocks go into it by `transfer` and `restore`, FP8 codes and scales into the slots' own bytes; K and V
-of the pass itself are written natively behind them; `prefill` reads each page by its flag. Needs triton. Not for threads.
+A cache of native slots, one tensor a layer. Leased blocks go into it by `transfer` and `restore`, FP8 codes and scales into the slots' own bytes; K
+and V of the pass itself are written natively behind them; `prefill` reads each page by its flag. Needs triton. Not for threads.
 """
 
 from __future__ import annotations
@@ -57,13 +57,6 @@ class DualCache:
                 raise Unavailable("the blocks did not arrive in time")
         finally:
             registered.close()
-
-    def scale(self, factor: float) -> None:
-        """Multiplies every restored scale: what a mix-up of scales does to an answer."""
-        for layer in self.layers:
-            for plane in layer:
-                assert plane.scales is not None
-                plane.scales[: self._prefix] *= factor
 
     def attend(self) -> Attend:
         """Attention of a pass that starts behind the prefix."""

@@ -115,7 +115,9 @@ def test_a_needle_in_a_long_context(dots: str) -> None:
     lengths, starts = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([context], [0, 2]))
     table = torch.arange(pages, dtype=torch.int32, device=DEVICE)[None]
     out = prefill(q, cache, table, starts, lengths, 2, dtype=torch.float32, dots=dots)[0].cpu().double()
-    keys, values = (plane.codes.view(torch.float8_e4m3fn).cpu().double().reshape(context, width) * s for plane, s in zip(cache, (0.01, 0.02), strict=True))  # type: ignore[union-attr]
+    keys, values = (
+        plane.codes.view(torch.float8_e4m3fn).cpu().double().reshape(context, width) * s for plane, s in zip(cache, (0.01, 0.02), strict=True)
+    )  # type: ignore[union-attr]
     for i in (0, 1):
         weights = (keys[: context - 1 + i] @ q[i, 0].cpu().double() * width**-0.5).softmax(0)
         right = weights @ values[: context - 1 + i]

@@ -55,8 +55,18 @@ def cache_of(views: list[torch.Tensor], kinds: tuple[str, str], flags: torch.Ten
     return paged.native(*views) if flags is None else paged.split(views[0], views[1], flags, kinds)
 
 
-def layout_of(width: int, heads: int, tokens: int, kinds: tuple[str, str], *, blocks: int = 1, layers: int = 1, small: bool = False, dtype: str = "bf16",
-              excluded: tuple[int, ...] = ()) -> layout.Layout:  # fmt: skip
+def layout_of(
+    width: int,
+    heads: int,
+    tokens: int,
+    kinds: tuple[str, str],
+    *,
+    blocks: int = 1,
+    layers: int = 1,
+    small: bool = False,
+    dtype: str = "bf16",
+    excluded: tuple[int, ...] = (),
+) -> layout.Layout:
     """One attention group; `small`: scales that come from the block are bf16."""
     scale = {kind: "bf16" if small and kind in layout.DYNAMIC else "fp32" for kind in kinds}
     quantized = tuple(layout.Part(name, width, "e4m3fn", kind, scale[kind]) for name, kind in zip("kv", kinds, strict=True))

@@ -1,7 +1,8 @@
-"""Why FP8 sums must be promoted: an emulation of the tensor core's accumulator of sm_90, with and without the two levels that `prefill` has by construction.
+"""Why FP8 sums must be promoted: an emulation of the tensor core's accumulator of sm_90, with and without the two levels that `prefill` has by
+construction.
 
-Model: the products of one step of k = 32 are exact; they and the running sum are aligned to the largest exponent among them and truncated toward zero to 13
-fraction bits. It is a model from published reports (DeepSeek-V3, SageAttention2), not a measurement.
+Model: the products of one step of k = 32 are exact; they and the running sum are aligned to the largest exponent among them and truncated toward
+zero to 13 fraction bits. It is a model from published reports (DeepSeek-V3, SageAttention2), not a measurement.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def check(path: Path, only: str, fault: str, target: str = "sm_90") -> list[str]
     [
         ("", "decode[D64,mixed,block-head,page 16]", ""),
         ("byte-loads", "decode[D64,mixed,block-head,page 16]", "global loads of bytes"),
-        ("no-mma", "decode[D64,fp8,head,page 16]", "no HMMA"),
+        ("no-mma", "decode[D128,fp8,head,page 16]", "no HMMA"),
         ("compile", "decode[D64,mixed,block-head,page 16]", "CompilationError"),
         ("spill", "prefill[D128,mixed,block-head,page 16]", "spills"),
         ("shared", "prefill[D128,mixed,block-head,page 16]", "bytes of shared memory"),

@@ -1,4 +1,5 @@
-"""decode and prefill against float64, over head dims, groups, orders, granularities, options and block boundaries; case KVB-03 (poison in unused bytes)."""
+"""decode and prefill against float64, over head dims, groups, orders, granularities, options and block boundaries; case KVB-03 (poison in unused
+bytes)."""
 
 from __future__ import annotations
 
@@ -135,7 +136,8 @@ def test_weights_keep_their_tail_under_small_scales() -> None:
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_kvb_03_poison_in_unused_bytes_does_not_leak(width: int) -> None:
-    """GQA 8/2; the tail of the last page, other pages and the table's entries behind the end are NaN, their scales NaN or Inf: bit for bit the same."""
+    """GQA 8/2; the tail of the last page, other pages and the table's entries behind the end are NaN, their scales NaN or Inf: bit for bit the
+    same."""
     for kind in ("head", "token-head", "kivi") if width == 64 else ("token-head",):
         clean = Case(width=width, heads=2, group=4, kinds=kind, fp8="all", lengths=(1, 15, 16, 17, 33), fill=ZEROS, unused_scale=1.0)
         queries = clean.queries(5)

@@ -1,4 +1,5 @@
-"""quantize against `reference`, bit for bit: codes, scales, counts and padding, over widths, orders, granularities and formats; cases KVB-01 and 02."""
+"""quantize against `reference`, bit for bit: codes, scales, counts and padding, over widths, orders, granularities and formats; cases KVB-01 and
+02."""
 
 from __future__ import annotations
 
@@ -26,12 +27,13 @@ RUBBISH = 0x55
 class Setting:
     """Caches full of seeded KV with odd values among it, and the plan over them."""
 
-    def __init__(self, made: Layout, order: str = "NHD", *, page: int | None = None, pages: int = 6, dtype: torch.dtype = torch.bfloat16, seed: int = 0,
-                 flagged: bool = True) -> None:  # fmt: skip
+    def __init__(
+        self, made: Layout, order: str = "NHD", *, page: int | None = None, pages: int = 6, dtype: torch.dtype = torch.bfloat16, seed: int = 0
+    ) -> None:
         group = made.groups[0]
         self.extents, self.page = made.extents(), page or group.engine_tokens
         width, random = group.layers[0].parts[0].width, torch.Generator().manual_seed(seed)
-        self.flags = torch.zeros(pages, dtype=torch.uint8, device=DEVICE) if flagged else None
+        self.flags = torch.zeros(pages, dtype=torch.uint8, device=DEVICE)
         self.kv, caches = [], []
         for layer in group.layers:
             views = storage(order, pages, group.heads, self.page, width, dtype)
@@ -155,7 +157,7 @@ def test_a_page_that_is_fp8_already_is_saved_verbatim() -> None:
         setting = Setting(layout_of(64, 2, 16, KINDS[kind], layers=2, excluded=(1,)), "interleaved")
         before = setting.check([[1], [4]])
         restore(setting.plan, before[:1].to(DEVICE), torch.tensor([[1]], device=DEVICE))
-        assert setting.flags is not None and setting.flags.tolist() == [0, 1, 0, 0, 0, 0]
+        assert setting.flags.tolist() == [0, 1, 0, 0, 0, 0]
         after, seen = setting.run([[1], [4]])
         assert torch.equal(after, before), kind
         assert seen.clipped[0].sum() == 0 and seen.amax[0, 0].sum() == 0

@@ -92,7 +92,9 @@ def test_expand_equals_the_reference_bit_for_bit(width: int, kind: str) -> None:
     for part, plane in enumerate(caches[0]):
         spec = setting.extents.group.layers[0].parts[part]
         static = setting.statics[0, part] if kind in ("tensor", "head") else None
-        q = reference.quantize(setting.source(0, part, [5, 0]), "head" if static is not None else spec.granularity, static, scale_dtype=spec.scale_dtype)
+        q = reference.quantize(
+            setting.source(0, part, [5, 0]), "head" if static is not None else spec.granularity, static, scale_dtype=spec.scale_dtype
+        )
         wanted = reference.dequantize(q.codes, q.scales, "head" if static is not None else spec.granularity)[:, :16].bfloat16()
         assert plane.native is not None and torch.equal(plane.native[4].cpu().view(torch.int16), wanted.view(torch.int16))
     assert caches[1].keys.native is not None and torch.equal(caches[1].keys.native[4].cpu(), setting.source(1, 0, [5]))
