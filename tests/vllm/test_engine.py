@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from kvtier.checkpoint import Assumed, describe
 from tests.daemon import Daemon, MiB, until
 from tests.vllm.engine import Engine, prompt
 from tests.vllm.models import adapter, make, scale
@@ -138,6 +139,18 @@ def test_changed_scales_at_the_same_path_are_a_miss_with_the_right_tokens(tiny: 
     with Engine(model, daemon.socket, block_size=32) as third:  # the old set is still there, beside the new one
         found = third.run(tokens)
         assert (found["external"], found["tokens"]) == (576, local["tokens"])
+
+
+def test_the_namespace_of_a_checkpoint_is_that_of_the_engine(tiny: Path, tmp_path: Path, daemon: Daemon) -> None:
+    import torch
+
+    model = scale(tiny, tmp_path / "beforehand", 0.05, 0.02)
+    cpu = "amx" if torch.cpu._is_amx_tile_supported() else "vec"
+    description, notes = describe(str(model), Assumed(block_tokens=32, cpu=cpu))
+    assert len(notes) == 4
+    with Engine(model, daemon.socket, block_size=32) as engine:
+        engine.run(prompt(13, 40), max_tokens=1)
+        assert f"namespace {description.digest.hex()[:16]} of beforehand" in engine.said()
 
 
 def test_other_weights_at_the_same_path_are_a_miss(tmp_path: Path, daemon: Daemon) -> None:
