@@ -26,6 +26,7 @@ from kvtier.slabs import Slabs
 SHARES = (1, 2, 5, 10, 20, 40)  # percent of the distinct blocks
 MAX_TRACE_BYTES = 2**30
 Requests = list[list[int]]
+_U64 = 2**64 - 1
 
 
 class Policy(Protocol):
@@ -49,14 +50,13 @@ class Lru:
         return block in self._held
 
     def use(self, blocks: Sequence[int]) -> None:
-        held = self._held
         for block in reversed(blocks):
-            if block in held:
-                held.move_to_end(block)
+            if block in self._held:
+                self._held.move_to_end(block)
             else:
-                if len(held) >= self._capacity:
-                    held.popitem(last=False)
-                held[block] = None
+                if len(self._held) >= self._capacity:
+                    self._held.popitem(last=False)
+                self._held[block] = None
 
 
 class S3Fifo:
@@ -253,32 +253,31 @@ POLICIES: dict[str, Callable[[int], Policy]] = {"lru": Lru, "s3-fifo": S3Fifo, "
 
 def mixed(block: int) -> int:
     """64 well-mixed bits of a trace's block number (splitmix64), as a key's first 8 bytes are."""
-    x = (block + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
-    x = (x ^ x >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+    x = (block + 0x9E3779B97F4A7C15) & _U64
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _U64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & _U64
     return x ^ x >> 31
 
 
 def hit_ratio(requests: Requests, cache: Policy, tick: Callable[[int], object] | None = None) -> float:
     """Replays the requests. `tick` is told how many were done, every 256."""
     hits = total = 0
-    has, use = cache.has, cache.use
     for done, blocks in enumerate(requests, 1):
         total += len(blocks)
         for block in blocks:
-            if not has(block):
+            if not cache.has(block):
                 break
             hits += 1
-        use(blocks)
+        cache.use(blocks)
         if tick is not None and not done % 256:
-            tick(256)
+            tick(done)
     return hits / max(1, total)
 
 
 def belady(requests: Requests, capacity: int) -> float:
     """The hit ratio of evicting what is used again last. It knows the future: nothing real reaches it."""
     following: dict[int, int] = {}
-    uses: list[list[int]] = []
+    uses = []
     for at in range(len(requests) - 1, -1, -1):
         uses.append([following.get(block, len(requests)) for block in requests[at]])
         following.update(dict.fromkeys(requests[at], at))
@@ -313,16 +312,14 @@ def load(path: Path) -> Requests:
             raise Invalid(f"{path} has more than {MAX_TRACE_BYTES} bytes")
         if path.suffix == ".npz":
             with np.load(path, allow_pickle=False) as columns:
-                ids = columns["ids"].cumsum().tolist()
-                ends = columns["lengths"].cumsum().tolist()
+                ids, ends = (columns[name].cumsum().tolist() for name in ("ids", "lengths"))
             return [ids[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
         with path.open(encoding="utf-8") as lines:
-            requests = [[int(block) for block in json.loads(line)["hash_ids"]] for line in lines if line.strip()]
+            return [[int(block) for block in json.loads(line)["hash_ids"]] for line in lines if line.strip()]
     except OSError as error:
         raise Invalid(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
         raise Invalid(f"{path} is not a trace: {error!s:.200}") from None
-    return requests
 
 
 def save(path: Path, requests: Requests) -> None:
@@ -350,35 +347,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         requests = load(given.trace)
         layers, heads, width = map(int, given.layout.split(","))
+        names = given.policy or list(POLICIES)
         if given.bytes:
-            rows = _at_bytes(requests, given.bytes, given.tokens, (layers, heads, width), given.policy or list(POLICIES))
+            rows = _at_bytes(requests, given.bytes, given.tokens, (layers, heads, width), names)
         else:
-            rows = [row for share in SHARES for row in _at_share(requests, share, given.policy or list(POLICIES))]
+            rows = [row for share in SHARES for row in _at_share(requests, share, names)]
     except (Invalid, ValueError) as error:
         print(f"kvtier: {error}", file=sys.stderr)
         return 2
     if given.json:
         print(json.dumps({"trace": str(given.trace), "rows": rows}))
-    else:
-        for row in rows:
-            print("  ".join(f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items()))
+        return 0
+    for row in rows:
+        print("  ".join(f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items()))
     return 0
 
 
 def _at_share(requests: Requests, share: int, names: Sequence[str]) -> list[dict[str, object]]:
     capacity = max(1, distinct(requests) * share // 100)
-    found: list[tuple[str, float]] = [(name, _shown(requests, name, capacity)) for name in names]
-    found.append(("belady", belady(requests, capacity)))
+    found = [(name, _shown(requests, name, capacity)) for name in names] + [("belady", belady(requests, capacity))]
     return [{"share": share, "blocks": capacity, "policy": name, "hit_ratio": ratio} for name, ratio in found]
 
 
 def _at_bytes(requests: Requests, nbytes: int, tokens: int, shape: tuple[int, int, int], names: Sequence[str]) -> list[dict[str, object]]:
     """A kvtier block is 16 tokens, so that it fits the largest slot; a trace's block is as many of them as it has tokens."""
     rows: list[dict[str, object]] = []
-    each = max(1, tokens // 16)
     for dtype, chosen in (("bf16", ["lru"]), ("e4m3fn", list(names))):
         extents = attention(*shape, engine_tokens=16, dtype=dtype).extents()
-        capacity = blocks_held(nbytes, extents) // each
+        capacity = blocks_held(nbytes, extents) // max(1, tokens // 16)
         if not capacity:
             raise Invalid(f"{nbytes} bytes hold no block of {tokens} tokens in {dtype}")
         for name in chosen:
@@ -391,11 +387,8 @@ def _shown(requests: Requests, name: str, capacity: int) -> float:
     """A hit ratio, with progress on a terminal's stderr."""
     if not sys.stderr.isatty():
         return hit_ratio(requests, POLICIES[name](capacity))
-    done = 0
 
-    def tick(n: int) -> None:
-        nonlocal done
-        done += n
+    def tick(done: int) -> None:
         print(f"\r{name:8} {capacity} blocks  {100 * done // len(requests):3} %", end="", file=sys.stderr, flush=True)
 
     ratio = hit_ratio(requests, POLICIES[name](capacity), tick)
