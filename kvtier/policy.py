@@ -18,8 +18,7 @@ SESSION_SHARE = 0.25  # of the arena, that one session may hold leased and reser
 PIN_SHARE = 0.10  # of the arena, that operators may pin
 TENANT_SHARE = 0.50  # of the arena, that all sessions of one tenant may hold
 
-# Each constant was varied over nine traces and six sizes (docs/policy.md); none moves the mean hit ratio by more than 0.003 when doubled or halved,
-# but for GHOSTS, which trades memory for hits.
+# Each constant was varied over nine traces and six sizes (docs/policy.md); none moves the mean hit ratio by more than 0.005 when doubled or halved.
 RANKS = 8  # uses that are told apart: 1 ... 7, and 8 or more. 6 and 12 do as well, 4 loses 0.004
 BUCKETS = 82  # of age: two an octave, up to 2**40 ticks
 PRIOR = 8.0  # blocks' worth of belief in "as likely to come back within as long again as it has waited", which is least recently used
