@@ -111,14 +111,16 @@ class Slabs:
 
     def restore(self, pages: npt.NDArray[np.uint32], slots: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
         """Takes exactly these slots, oldest first, before any other is taken. Returns which could be: others lie outside, overlap or mix sizes."""
+        pages, slots = pages.astype(np.uint32), slots.astype(np.uint32)
         taken = np.zeros(len(pages), np.bool_)
         slab_of = pages // self.slab_pages
-        order = np.argsort(slab_of, kind="stable")
+        sane = np.flatnonzero((slots > 0) & (slots <= self.slab_bytes) & (slots % SLOT_ALIGN == 0))
+        order = sane[np.argsort(slab_of[sane], kind="stable")]
         bounds = np.flatnonzero(np.diff(slab_of[order])) + 1
         pool = set(self._pool)
-        for mine in np.split(order, bounds) if len(pages) else ():
+        for mine in np.split(order, bounds) if len(order) else ():
             slab, slot = int(slab_of[mine[0]]), int(slots[mine[-1]])  # of several sizes that of the youngest has written over the others
-            if slab not in pool or not 0 < slot <= self.slab_bytes or slot % SLOT_ALIGN:
+            if slab not in pool:
                 continue
             if slot not in self.classes and len(self.classes) >= MAX_CLASSES:
                 continue

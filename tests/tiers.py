@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,10 @@ from kvtier.errors import KvtierError, Lost, NotFound, Unavailable
 from kvtier.identity import NO_CONTEXT, Description, derive_keys
 from kvtier.layout import HEADER_BYTES, Range
 from kvtier.namespaces import Namespaces
-from kvtier.tiers import Outgoing, Tier
+from kvtier.tiers import Outgoing, Tier, fsck
+from kvtier.tiers.ssd import MIN_CAPACITY, Ssd
 from tests.daemon import body, content_hash, description
+from tests.disks import Failing
 
 ABSENT = (NotFound, Lost, Unavailable, OSError)  # what a read that brings nothing may raise
 
@@ -100,3 +104,58 @@ def flip(data: bytes, at: int, bit: int = 0) -> bytes:
     changed = np.frombuffer(data, np.uint8).copy()
     changed[at] ^= 1 << bit
     return changed.tobytes()
+
+
+class Shop:
+    """A directory, a disk that fails when told to, and the tiers opened there one after another."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.disk = Failing()
+        self.town = Town()
+        self.yard = self.town.yard()
+        self.tier: Ssd = None  # type: ignore[assignment]
+
+    def __enter__(self) -> Shop:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Proves that books, journal and data file agree."""
+        self.disk.heal()
+        try:
+            if kind is None:
+                self.tier.check_integrity()
+        finally:
+            self.tier.close()
+        if kind is None:
+            report = fsck.check(self.path)
+            assert not report.findings, report.findings
+            assert report.blocks == self.tier.gauges()["blocks"]
+
+    def open(self, capacity: int = MIN_CAPACITY, **options: object) -> Ssd:
+        """A tier on this directory, in place of the one before."""
+        if self.tier is not None:
+            self.tier.close()
+        self.town = Town()
+        self.yard = self.town.yard()
+        self.tier = Ssd(self.path, capacity, self.town.register, disk=self.disk, **options)  # type: ignore[arg-type]
+        return self.tier
+
+    def data(self) -> bytearray:
+        return bytearray((self.path / "blocks").read_bytes())
+
+    def used(self) -> int:
+        """Bytes of the disk that the directory takes."""
+        total = 0
+        for path in [self.path, *self.path.rglob("*")]:
+            try:
+                total += path.lstat().st_blocks * 512
+            except FileNotFoundError:
+                pass  # a half that was just finished or removed
+        return total
+
+    def place(self, n: int) -> int:
+        """Where block n stands in the data file."""
+        found = self.data().find(self.yard.block(n))
+        assert found >= 0
+        return found

@@ -58,6 +58,12 @@ class Tombstones:
         """They did not get there."""
         self._keys[:0] = keys
 
+    def settle(self, made: int) -> None:
+        """Of the first so many that were made none is needed on disk any more: a checkpoint is younger."""
+        done = max(0, len(self._keys) - (self.made - made))
+        del self._keys[:done]
+        self.buried += done
+
 
 class SsdRoom(Room):
     """Room whose evictions leave a tombstone for the journal."""

@@ -56,8 +56,14 @@ class DataFile:
         return self.slabs * self._slab_bytes
 
     def read(self, slot: memoryview, offset: int) -> int:
-        """Fills a slot, as far as the file goes. Returns the bytes read."""
-        return self._transfer(self._disk.read, slot, offset)
+        """Fills a slot, as far as the file goes. Returns the bytes read. A file that somebody has cut gets its length back."""
+        got = self._transfer(self._disk.read, slot, offset)
+        if got < len(slot):
+            try:
+                self._disk.allocate(self._fd, 0, self.nbytes)
+            except OSError:
+                pass  # writes past the end lengthen it too
+        return got
 
     def write(self, slots: Sequence[tuple[memoryview, int]]) -> None:
         """Writes slots to their offsets, several at once where that pays. Raises after the last write has ended: until then no slot is free."""

@@ -39,6 +39,7 @@ class Index:
         self._books = books
         self._health = health
         self._known = Known(journal.limit // NAMESPACES_SHARE)
+        self._tight = False  # something did not find room
         self._stop = False
         self._keeper: threading.Thread | None = None
 
@@ -59,12 +60,19 @@ class Index:
             log.warning("ssd index damaged", extra={"fields": {"files": ",".join(self._journal.damaged)}})
         self._known.begin(max(described, default=0) + 1)
         handles: dict[int, int] = {}
+        for number in replay.namespaces_of(records) - described.keys():  # a power cut took the description
+            self.disown(records[records["namespace"] == number])
         for number in sorted(replay.namespaces_of(records) & described.keys()):
             handle = register(*described[number])
             if handle is not None:
                 handles[number] = handle
                 self._known.add(handle, (number, *described[number]))
         return replay.renumber(records, handles)
+
+    def disown(self, records: Records) -> None:
+        """These cannot be: they are to be forgotten on disk too."""
+        for key in replay.keys_of(records):
+            self._tombstones.add(key)
 
     def start(self, failed: Callable[[OSError], None]) -> None:
         """Once the ledger holds what `load` said. `failed` hears of faults of the disk while tombstones are journalled."""
@@ -117,9 +125,10 @@ class Index:
         told = told or {}
         try:
             self._journal.append(records, told.values())
-        except BaseException:
+        except BaseException as error:
             with self._books:
                 self._tombstones.put_back(keys)
+                self._tight |= isinstance(error, Full)
             raise
         with self._books:
             for handle, one in told.items():
@@ -133,6 +142,9 @@ class Index:
     def has_room(self, blocks: int) -> bool:
         """Whether so many blocks can be journalled, with as many that go for them. Waits a moment for a checkpoint, if that is what it needs."""
         need = _FRAMES + 2 * blocks * RECORD.itemsize
+        self._tight |= self._journal.room < need
+        if self._tight:
+            self._books.notify_all()
         return self._books.wait_for(lambda: self._journal.room >= need or self._stop, CROWDED)
 
     def room_for(self, namespace: Namespace) -> bool:
@@ -151,7 +163,7 @@ class Index:
 
     def _checkpoint_due(self) -> bool:
         worth = min(self._journal.limit // 8, max(CHECKPOINT_BYTES, self._journal.spare))
-        return (self._journal.since >= worth or self._known.crowded) and not self._health.paused(INDEX)
+        return (self._journal.since >= worth or self._known.crowded or self._tight) and not self._health.paused(INDEX)
 
     def _spare(self) -> int:
         """Bytes of a checkpoint of what is known now, and a little more."""
@@ -188,6 +200,7 @@ class Index:
         try:
             with self.lock:
                 with self._books:
+                    self._tight = False
                     pruned = self._known.keep(self._ledger.handles())
                     if not (pruned or self._journal.since or self._journal.total + self._journal.spare > self._journal.limit):
                         return
@@ -199,7 +212,7 @@ class Index:
                     self._journal.expect(0)
                     raise
                 with self._books:
-                    snapshot = replay.Snapshot(self._ledger)
+                    snapshot, made = replay.Snapshot(self._ledger), self._tombstones.made
             written = False
             try:
                 self._journal.checkpoint(number, described, snapshot.records(numbers))
@@ -208,6 +221,9 @@ class Index:
                 with self.lock:
                     self._journal.replace(number, written)
                 with self._books:
+                    if written:
+                        self._tombstones.settle(made)
+                    self._journal.spare = self._spare()
                     self._books.notify_all()
         except OSError as error:
             with self._books:

@@ -220,7 +220,7 @@ class IndexFiles:
         found = [match for name in sorted(os.listdir(directory)) if (match := _NAME.fullmatch(name))]
         self.checkpoints = [int(match[2]) for match in found if match[1] == "checkpoint" and not match[3]]
         self.journals = [int(match[2]) for match in found if match[1] == "journal" and not match[3]]
-        self.temporary = [directory / match[0] for match in found if match[3]]
+        self.temporary = [directory / match[0] for match in found if match[1] == "checkpoint" and match[3]]
 
     @property
     def base(self) -> int:

@@ -40,7 +40,7 @@ MIN_CAPACITY, MAX_CAPACITY = 4 * 2**20, 2**44  # a slot's place is 32 bits of pa
 INDEX_SHARE = 16  # one part in 16 of the capacity is kept for journal and checkpoints: a record of 64 bytes for each slot of 4 KiB, four times
 MIN_INDEX = 2**18
 SMALL = 2**16  # of that for the small files, and for what files take beyond their sizes
-MAX_QUARANTINED = 256  # slots that failed a check are not used again before a restart; beyond, the oldest are
+MAX_QUARANTINED, QUARANTINE_SHARE = 256, 64  # slots that failed a check rest: so many, or one part in 64 of the file; then the oldest are used again
 PATIENCE = 5.0  # seconds that `close` waits for calls under way
 Register = Callable[[bytes, str], Namespace]
 Placed = list[tuple[Outgoing, int]]  # blocks and the rows reserved for them
@@ -75,7 +75,7 @@ class Ssd:
         self._suspects = Suspects()
         self._tombstones = Tombstones()
         self._quarantine: list[int] = []
-        self._users = 0  # calls under way
+        self._users = 0
         self._closing = False
         with ExitStack() as stack, directory.explained(path):
             directory.make(path, self._disk)
@@ -84,10 +84,9 @@ class Ssd:
             self._files = stack.pop_all()
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
-        """For each key whether the block is here, and not one that failed to be read a moment ago. No I/O and no lock: dict reads are atomic."""
-        rows, suspects = self._ledger.find_each(keys), self._suspects
-        now = time.monotonic() if suspects else 0.0
-        return [row is not None and not (now and suspects.wait(key, now)) for key, row in zip(keys, rows, strict=True)]
+        """For each key whether the block is here, and not one that could not be read a moment ago. No I/O and no lock: dict reads are atomic."""
+        rows, now = self._ledger.find_each(keys), time.monotonic() if self._suspects else 0.0
+        return [row is not None and not (now and self._suspects.wait(key, now)) for key, row in zip(keys, rows, strict=True)]
 
     def write(self, blocks: Sequence[Outgoing]) -> list[bool]:
         """Keeps blocks, evicting what was used longest ago. For each whether it is here now; False after a fault or without room."""
@@ -135,8 +134,7 @@ class Ssd:
             try:
                 if known != nbytes or size != len(slot):
                     raise Lost(f"a block of {known} bytes in a slot of {size}, asked for as {nbytes} in {len(slot)}")
-                got = self._data.read(slot, offset)
-                if got != size:
+                if (got := self._data.read(slot, offset)) != size:
                     raise Lost(f"the data file ends inside the block: {got} of {size} bytes")
                 block.verify(slot[:nbytes], key, checksum)
             except Lost as error:
@@ -208,12 +206,10 @@ class Ssd:
 
     def close(self) -> None:
         """Ends the thread and closes files; the directory is free then. If the disk keeps a call for longer than `PATIENCE`, both stay ours."""
-        until = time.monotonic() + PATIENCE
         with self._lock:
             self._closing = True
-            self._lock.notify_all()
             idle = self._lock.wait_for(lambda: not self._users, PATIENCE)
-        if self._index.stop(max(0.1, until - time.monotonic())) and idle:
+        if self._index.stop(PATIENCE if idle else 0.1) and idle:
             self._files.close()
         else:
             log.warning("ssd still busy")
@@ -229,6 +225,8 @@ class Ssd:
         if slab_bytes is None:
             slab_bytes = default_slab(data)
             directory.write_format(self._path, slab_bytes, self._disk)
+        if slab_bytes > data:
+            raise Invalid(f"{self._path} has slabs of {slab_bytes} bytes; {data} are too few: make the size larger, or begin with an empty directory")
         self._data = DataFile(self._path / directory.DATA, self._disk, slab_bytes, data // slab_bytes, self._sync)
         stack.callback(self._data.close)
         self._slabs = Slabs(data, slab_bytes, self._data.slabs)
@@ -239,23 +237,16 @@ class Ssd:
         stack.callback(journal.close)
         self._index = Index(journal, self._ledger, self._tombstones, self._lock, self._health)
         began = time.monotonic()
-        records = self._index.load(lambda tenant, description: self._handle(register, tenant, description))
-        fits = self._slabs.restore(records["page"].astype("u4"), records["slot"].astype("u4"))
-        records = records[fits & (records["nbytes"] <= records["slot"]) & (records["nbytes"] > 0)]
+        records = self._index.load(lambda tenant, description: _handle(register, tenant, description))
+        fits = (records["nbytes"] <= records["slot"]) & (records["nbytes"] > 0)
+        fits[fits] = self._slabs.restore(records["page"][fits], records["slot"][fits])
+        self._index.disown(records[~fits])
+        records = records[fits]
         columns = {name: records[name] for name in ("page", "nbytes", "slot", "namespace", "checksum")}
         self._ledger.restore({**columns, "size": self._slabs.indices(records["slot"])}, replay.keys_of(records))
         self._index.start(self._failed)
         seconds = round(time.monotonic() - began, 3)
         log.info("ssd opened", extra={"fields": {"blocks": self._ledger.known, "path": self._path, "seconds": seconds}})
-
-    def _handle(self, register: Register, tenant: str, description: bytes) -> int | None:
-        """The handle of a namespace that the directory holds. None for one of a newer version: its blocks are unreadable, not dangerous."""
-        try:
-            check_text("tenant", tenant)
-            return register(description, tenant).handle
-        except KvtierError as error:
-            log.warning("ssd namespace not understood", extra={"fields": {"reason": error}})
-            return None
 
     @contextmanager
     def _used(self) -> Iterator[None]:
@@ -278,7 +269,7 @@ class Ssd:
         return [row is not None for row in self._ledger.find_each([out.key for out in blocks])]
 
     def _grow(self, blocks: Sequence[Outgoing]) -> None:
-        """Puts disk behind as many slabs as these blocks need, as far as capacity and file system allow; else what is there must do."""
+        """Puts disk behind as many slabs as these blocks need, as far as capacity and file system allow."""
         while self._short_of(blocks):
             fault = self._data.grow(self._min_free)
             with self._lock:
@@ -341,8 +332,6 @@ class Ssd:
             assert all(sealed), "who seals holds the index lock"
             self._room.free([row for _, row in placed if ledger.is_reserved(row)])  # with a tombstone, if it was journalled
             placed.clear()
-            for out, _ in won:
-                self._suspects.clear(out.key)
             self.totals.written_blocks += len(won)
             self.totals.written_bytes += sum(out.nbytes for out, _ in won)
             self._health.good(WRITE)
@@ -373,21 +362,22 @@ class Ssd:
     def _set_aside(self, row: int) -> None:
         """Quarantine: out of the index, and held by us."""
         ledger = self._ledger
-        if not ledger.is_sealed(row):
-            return  # another reader was first, or it was deleted
+        if not ledger.is_sealed(row):  # another reader was first, or it was deleted
+            return
         self.totals.lost_blocks += 1
         self._suspects.clear(ledger.key(row))
         self._tombstones.add(ledger.key(row))
         ledger.doom(row)
         ledger.lease([row])
         self._quarantine.append(row)
-        if len(self._quarantine) > MAX_QUARANTINED:
+        slots = min(MAX_QUARANTINED, max(1, self._slabs.usable_bytes // QUARANTINE_SHARE // ledger.slot[row]))
+        while len(self._quarantine) > slots:
             self._release(self._quarantine.pop(0))
 
     def _release(self, row: int) -> None:
         _, doomed = self._ledger.release([row])
         for gone in doomed:
-            self._ledger.checksum[gone] = 0  # its tombstone was made when it was doomed
+            self._ledger.checksum[gone] = 0  # it has its tombstone
         self._room.free(doomed)
 
     def _forget(self, rows: Sequence[int]) -> None:
@@ -398,3 +388,13 @@ class Ssd:
                 self._tombstones.add(ledger.key(row))
                 ledger.doom(row)
         self._room.free([row for row in rows if ledger.is_sealed(row)])
+
+
+def _handle(register: Register, tenant: str, description: bytes) -> int | None:
+    """The handle of a namespace that the directory holds. None for one of a newer version: its blocks are unreadable, not dangerous."""
+    try:
+        check_text("tenant", tenant)
+        return register(description, tenant).handle
+    except KvtierError as error:
+        log.warning("ssd namespace not understood", extra={"fields": {"reason": error}})
+        return None
