@@ -62,9 +62,12 @@ def test_the_end_is_clean_whatever_clients_hold_or_do(number: signal.Signals) ->
         half.send(frames.pack(Verb.LOOKUP, 1, 0, bytes(100))[:50])
         stack.enter_context(Raw(daemon.socket, greet=False))
         deaf = stack.enter_context(Raw(daemon.socket))
-        for _ in range(64):
-            deaf.send(frames.pack(Verb.STATUS, 1, 0, b""))
-            time.sleep(0.001)
+        try:
+            for _ in range(64):
+                deaf.send(frames.pack(Verb.STATUS, 1, 0, b""))
+                time.sleep(0.001)
+        except ConnectionError:
+            pass  # two frames met on a busy machine, and the daemon closed
         daemon.status(check_integrity=True)
         assert daemon.process is not None
         began = time.monotonic()
