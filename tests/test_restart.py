@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -190,6 +191,8 @@ def test_memory_never_doubles_while_the_old_arena_is_let_go() -> None:
 
 def test_a_client_that_still_reads_attaches_only_after_it_has_let_go() -> None:
     """Views of the dead daemon's blocks stay readable and unchanged; until they are gone the client serves misses rather than map a second arena."""
+    gc.collect()
+    others = arenas(os.getpid())[0]  # of earlier tests in this process
     with Daemon(ARENA) as daemon, daemon.client() as client:
         ns = client.register(description(4096))
         put(client, ns, range(8))
@@ -198,11 +201,11 @@ def test_a_client_that_still_reads_attaches_only_after_it_has_let_go() -> None:
             daemon.kill()
             daemon.start()
             until(lambda: client.lookup(ns, hashes(range(8))) == 0, "the loss is seen")
-            assert arenas(os.getpid())[0] == 1
+            assert arenas(os.getpid())[0] <= others + 1
             assert [bytes(view) for view in blocks] == before
             assert client.put(ns, hashes([1]), [blocks[0].copy()], deadline=0.2) == 0
         put_again = until(lambda: client.put(ns, hashes([1]), [b"x" * 4096], deadline=1.0), "it attaches to the new daemon")
-        assert put_again == 1 and arenas(os.getpid())[0] == 1
+        assert put_again == 1 and arenas(os.getpid())[0] <= others + 1
 
 
 def test_sigterm_lets_calls_under_way_finish() -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kvtier import layout
+import kvtier.layout as layout
 from kvtier_kernels import paged, reference
 from kvtier_kernels.attention import decode
 from kvtier_kernels.expand import Expander

@@ -40,13 +40,13 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 
-from kvtier import layout  # noqa: E402
+import kvtier.layout as layout  # noqa: E402
 
 SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes of shared memory that one program may have
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-# Narrow loads that a kernel may have: flags are bytes, small scales halves; attention repeats that of a flag per pipeline stage and register layout
-# (18 seen). K and V by bytes are 64 and more.
-FLAG_LOADS, ATTENTION_FLAG_LOADS = 8, 24
+# Narrow loads that a kernel may have: flags are bytes, small scales halves. Attention repeats the load of a flag per pipeline stage and register
+# layout (26 seen, head dim 64); K and V by single bytes are 64 and more.
+FLAG_LOADS, ATTENTION_FLAG_LOADS = 8, 40
 DEADLINE = 900  # seconds for one target
 FAULTS = ("spill", "shared", "no-mma", "byte-loads", "compile")
 
@@ -65,6 +65,8 @@ class Entry:
 
 @dataclass
 class Result:
+    """What one compilation gave: resources, instructions by kind, and what is wrong with it."""
+
     name: str
     target: str
     registers: int = 0
@@ -106,31 +108,37 @@ def batch(made: Plan) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def run_quantize(made: Plan) -> None:
+    """Launches quantize as the store would."""
     quantize.quantize(made, *batch(made), torch.ones(1, 2, 2))
 
 
 def run_gather(made: Plan) -> None:
+    """Launches gather over native pages."""
     counts = torch.zeros(2, 1, 2, 2, dtype=torch.int32)
     gather.gather(made, *batch(made), counts, counts.clone())
 
 
 def run_restore(made: Plan) -> None:
+    """Launches restore of two blocks."""
     pages, bodies = batch(made)
     restore.restore(made, bodies, pages)
 
 
 def run_expand(made: Plan) -> None:
+    """Launches the dequantizing scatter."""
     pages, bodies = batch(made)
     expand.Expander(enabled=True).expand(made, bodies, pages)
 
 
 def run_decode(width: int, form: str, granularity: tuple[str, str], page: int, **options: Any) -> None:
+    """Launches decode over a mixed table."""
     queries = torch.zeros(2, 8, width, dtype=torch.bfloat16)
     lengths = torch.full((2,), 4 * page, dtype=torch.int32)
     attention.decode(queries, caches(width, form, granularity, page), torch.zeros(2, 4, dtype=torch.int32), lengths, 8192, **options)
 
 
 def run_prefill(width: int, form: str, granularity: tuple[str, str], page: int, **options: Any) -> None:
+    """Launches prefill over a mixed table."""
     queries = torch.zeros(64, 8, width, dtype=torch.bfloat16)
     lengths, starts = torch.full((2,), 4 * page, dtype=torch.int32), torch.tensor([0, 32, 64], dtype=torch.int32)
     prefill.prefill(queries, caches(width, form, granularity, page), torch.zeros(2, 4, dtype=torch.int32), starts, lengths, 32, **options)
@@ -287,6 +295,7 @@ def plant(fault: str) -> None:
 
 
 def edit(function: Any, old: str, new: str) -> None:
+    """Puts a fault into a kernel's source, in this process only."""
     assert function.src.count(old) == 1, old
     function._unsafe_update_src(function.src.replace(old, new))
 
