@@ -24,7 +24,7 @@ from kvtier_kernels.tile import (
     NONE,
     UNIT,
     WEIGHT,
-    channel_scales,
+    by_channel,
     elements,
     finish,
     softmax,
@@ -55,11 +55,9 @@ def step(
     k = elements(keys, page, within, head, live, restored, d, WIDTH, TILE, FORM)
     scale = token_scales(keys, page, within, head, live, restored, TILE, KEY_SCALES, FORM)
     if KEY_SCALES == 3 and FORM != NATIVE:
-        channels = channel_scales(keys, page, head, tl.max(restored.to(tl.int32), axis=0) > 0, d, WIDTH)
-        most = tl.max(channels, axis=0)  # taken out, so that the queries stay in range of fp16
-        s = tl.dot((q.to(tl.float32) * (channels * (1.0 / most))[None, :]).to(tl.float16), tl.trans(k)) * (most * factor)
-    else:
-        s = tl.dot(q, tl.trans(k)) * (scale * factor)[None, :]
+        k, most = by_channel(keys, k, page, head, restored, d, WIDTH)
+        scale = scale * most
+    s = tl.dot(q, tl.trans(k)) * (scale * factor)[None, :]
     visible = live[None, :] & (t[None, :] <= last_seen[:, None])
     if WINDOWED:
         visible = visible & (t[None, :] >= first_seen[:, None])
@@ -67,11 +65,11 @@ def step(
     v = elements(values, page, within, head, live, restored, dv, VALUE_WIDTH, TILE, FORM)
     if FORM == NATIVE:
         acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None])
-    elif VALUE_SCALES == 3:
-        channels = channel_scales(values, page, head, tl.max(restored.to(tl.int32), axis=0) > 0, dv, VALUE_WIDTH)
-        acc = acc * decay[:, None] + tl.dot((p * WEIGHT).to(tl.float16), v) * (channels * (1.0 / WEIGHT))[None, :]
     else:
         scale = token_scales(values, page, within, head, live, restored, TILE, VALUE_SCALES, FORM)
+        if VALUE_SCALES == 3:
+            v, most = by_channel(values, v, page, head, restored, dv, VALUE_WIDTH)
+            scale = scale * most
         higher = tl.maximum(unit, tl.max(tl.where(live, scale, 0.0), axis=0))
         weights = p * tl.where(live, scale * (WEIGHT / higher), 0.0)[None, :]
         acc = tl.dot(weights.to(tl.float16), v, acc * (decay * (unit / higher))[:, None])
@@ -104,7 +102,7 @@ def _decode(
     acc = tl.zeros([M, DV], tl.float32)
     top = tl.full([M], NONE, tl.float32)
     total = tl.zeros([M], tl.float32)
-    unit = 1.0 if FORM == NATIVE or VALUE_SCALES == 3 else UNIT
+    unit = 1.0 if FORM == NATIVE else UNIT
     unit = unit + tl.sum(total, axis=0)  # a tensor, as the loop carries it
     first_seen, last_seen = tl.zeros([M], tl.int32) + first, tl.zeros([M], tl.int32) + (end - 1)
     for j in range(low, high):
@@ -112,7 +110,7 @@ def _decode(
             j, q, acc, top, total, unit, first_seen, last_seen, keys, values, flags, tables + sequence * table_stride, end, head, factor, cap,
             WIDTH, VALUE_WIDTH, PAGE, TILE, FORM, KEY_SCALES, VALUE_SCALES, CAPPED, WINDOWED, D, DV,
         )  # fmt: skip
-    if FORM != NATIVE and VALUE_SCALES != 3:
+    if FORM != NATIVE:
         unit = unit * (1.0 / WEIGHT)
     sink = tl.full([M], NONE, tl.float32)
     if SINKS:

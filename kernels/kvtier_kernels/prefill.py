@@ -100,7 +100,7 @@ def _prefill(
     acc, total = tl.zeros([M, DV], tl.float32), tl.zeros([M], tl.float32)
     top = tl.full([M], NONE, tl.float32)
     table = tables + sequence * table_stride
-    unit = 1.0 if FORM == NATIVE or VALUE_SCALES == 3 or QK else UNIT
+    unit = 1.0 if FORM == NATIVE or QK else UNIT
     unit = unit + tl.sum(total, axis=0)  # a tensor, as the loop carries it
     if SPLIT:
         whole = tl.minimum(tl.load(leading + sequence) * PAGE // TILE, high)
@@ -120,7 +120,7 @@ def _prefill(
                 j, q, acc, top, total, unit, first_seen, last_seen, keys, values, flags, table, end, head, factor, cap,
                 WIDTH, VALUE_WIDTH, PAGE, TILE, FORM, KEY_SCALES, VALUE_SCALES, CAPPED, WINDOWED, D, DV,
             )  # fmt: skip
-    if FORM != NATIVE and VALUE_SCALES != 3 and not QK:
+    if FORM != NATIVE and not QK:
         unit = unit * (1.0 / WEIGHT)
     sink = tl.full([M], NONE, tl.float32)
     if SINKS:

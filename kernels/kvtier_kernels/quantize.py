@@ -211,7 +211,7 @@ def _launch(plan: Plan, sort: Sort, pages: torch.Tensor, bodies: torch.Tensor, s
         Side(*sort.first.side(False)), data, scales, bodies, seen.amax if statics is None else statics, seen.clipped, seen.nonfinite, seen.amax,
         pages, pages if flags is None else flags, sort.table, data.stride(0), scales.stride(0), bodies.stride(0),
         stride // data.element_size(), stride // scales.element_size(), stride,
-        KIND=KIND[part.granularity], SMALL=part.scale_dtype == "bf16", BITS=not settings.knows_e4m3(plan.device), FLAGGED=flags is not None,
+        KIND=KIND[part.granularity], SMALL=part.scale_dtype == "bf16", BITS=not settings.casts_directly(plan.device), FLAGGED=flags is not None,
         TOKENS=plan.tokens, BLOCKS=plan.engine_blocks, PAGE=plan.page, WIDTH=part.width, WIDE=wide, TILE=tune.tile, HEADS=plan.heads,
         INDICES=plan.layers * plan.parts, num_warps=tune.warps, enable_fp_fusion=False,
     )  # fmt: skip

@@ -54,13 +54,23 @@ def knows_e4m3(device: torch.device) -> bool:
     return found is None or found >= (8, 9)
 
 
+def casts_directly(device: torch.device) -> bool:
+    """Whether f32 becomes e4m3fn in one rounding. On sm_89 Triton 3.6.0 and 3.9.0 cast by way of fp16 rounded toward zero (cvt.rz.f16.f32, then
+    cvt.rn.satfinite.e4m3x2.f16x2), which puts numbers just above the middle of two codes into the middle: the bit form is used there, too."""
+    found = capability(device)
+    return found is None or found >= (9, 0)
+
+
 def copying(tokens: int, wide: int) -> Tuning:
     """For quantize, gather, restore and expand: `tokens` of an engine block, `wide` the width rounded up to a power of two.
 
-    8,192 elements are 64 a thread, so that an engine block of up to 64 tokens of width 128 is read once and stays in registers.
+    8,192 elements are 64 a thread, so that an engine block of up to 64 tokens of width 128 is read once and stays in registers. A thread
+    writes 16 codes at least: with 4 warps a block of 16 tokens of width 64 would be written 8 bytes at a time. Longer engine blocks go in tiles of
+    half the size, as the loop around them needs registers (2 spills for 544 tokens on sm_90 otherwise).
     """
     whole = 1 << (tokens - 1).bit_length()
-    return Tuning(min(whole, 8192 // wide), 4)
+    tile = whole if whole * wide <= 8192 else 4096 // wide
+    return Tuning(tile, max(1, min(4, tile * wide // 512)))
 
 
 def decode(width: int, page: int, channel: bool) -> Tuning:
@@ -70,9 +80,13 @@ def decode(width: int, page: int, channel: bool) -> Tuning:
 
 
 def prefill(width: int, page: int, channel: bool, dots: str) -> Tuning:
-    """For `prefill.prefill`; `dots` as there."""
-    tile = {64: 64, 96: 32, 128: 32, 192: 32, 256: 32}[width]
-    return Tuning(min(tile, page) if channel else tile, 8, 2, 128)
+    """For `prefill.prefill`; `dots` as there.
+
+    64 rows on 8 warps: with 128 rows sm_80 spills 85 times for width 128 and 354 for 256, sm_90 54 times for 256 (Triton 3.6.0). 64 rows are also
+    the least that FP8 instructions of sm_90 take. Widths above 128 have tiles of 16 tokens: 32 need 123 KiB of shared memory, sm_89 has 99.
+    """
+    tile = {64: 32, 96: 32, 128: 32, 192: 16, 256: 16}[width]
+    return Tuning(min(tile, page) if channel else tile, 8, 2, 64)
 
 
 def splits(device: torch.device, programs: int, tiles: int) -> int:

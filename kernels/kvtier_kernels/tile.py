@@ -1,13 +1,15 @@
 """One step of attention over a tile of paged K and V: what decode and prefill share. Formulas, for queries of one KV head and the tile's tokens t:
 
-    s_t  = scale * (q . k_t) * K scale of t              "channel" K scales: q is multiplied by them instead, once a page
+    s_t  = scale * (q . k_t) * K scale of t
     s_t  = cap * tanh(s_t / cap)                         with a soft cap
     s_t  = -Inf                                          where the query must not see t
     p_t  = exp(s_t - max so far)                         all earlier sums decay by exp(old max - new max)
-    acc += sum_t p_t * V scale of t * v_t                "channel" V scales: the tile's sum is multiplied by them instead
+    acc += sum_t p_t * V scale of t * v_t
 
-K and V are read as they lie, by the flag of their page, and upcast to fp16 in registers; never more than a tile of them exists. Weights are kept in
-fp16 as p * (V scale / largest V scale so far) * 2^15, so that neither small scales nor long tails fall out of fp16; the accumulator's unit follows.
+K and V are read as they lie, by the flag of their page, and upcast to fp16 in registers; never more than a tile of them exists. Scales of a tensor,
+head, block or token never touch an element. Channel scales multiply the tile in registers, relative to the page's largest, which then is the scale of
+t. Weights are kept in fp16 as p * (V scale / largest V scale so far) * 2^15, so that neither small scales nor long tails fall out of it; the
+accumulator's unit follows.
 Logarithms are to base 2 inside. Every load of K, V or a scale is masked by what is visible at all, so unused slots may hold anything. Called in
 kernels only.
 """
@@ -77,12 +79,18 @@ def token_scales(side, page, within, head, live, restored, TILE: tl.constexpr, S
 
 
 @triton.jit
-def channel_scales(side, page, head, read, d, WIDTH: tl.constexpr):
-    """Scales of the channels [d] of the one page a tile lies in; 1 where `read` is false, 0 beyond WIDTH."""
+def by_channel(side, x, page, head, restored, d, WIDTH: tl.constexpr):
+    """A tile of one page times its channel scales, relative to the largest of them, and that one: both stay in range of fp16. A native page: x, 1.
+
+    The tile is multiplied, not the queries or the sum, as it is the smallest of them: with queries and sum prefill spills for head dim 256.
+    """
     each: tl.constexpr = WIDTH // _CHANNEL_ROWS
     start = tl.sum(page, axis=0) * side.scales.page + head * side.scales.head
-    scale = tl.load(side.scales.start + start + (d // each) * side.scales.token + d % each, mask=d < tl.where(read, WIDTH, 0), other=1.0)
-    return tl.where(d < WIDTH, scale.to(tl.float32), 0.0)
+    stored = tl.max(restored.to(tl.int32), axis=0) > 0
+    at = start + (d // each) * side.scales.token + d % each
+    channels = tl.load(side.scales.start + at, mask=d < tl.where(stored, WIDTH, 0), other=1.0).to(tl.float32)
+    most = tl.max(tl.where(d < WIDTH, channels, 0.0), axis=0)
+    return (x.to(tl.float32) * (channels * (1.0 / most))[None, :]).to(tl.float16), most
 
 
 @triton.jit
