@@ -99,8 +99,19 @@ EVENTS = {
     "call failed": "a fault of ours in one call over gRPC",
     "page failed": "a fault of ours in an HTTP page",
     "returning slots failed": "a fault of ours when a client ended",
+    "ssd opened": "the index was read",
+    "ssd buffered": "the file system refuses O_DIRECT: the page cache is used",
+    "ssd index damaged": "index files end before their size; what follows there never happened",
+    "ssd namespace not understood": "blocks of a newer version: left alone, not served",
+    "ssd still busy": "the disk kept a call at the end; the directory stays locked until the process is gone",
+    "ssd upkeep failed": "a fault of ours in the index's own thread",
+    "tier degraded": "a tier's medium fails, or has no room; said once, until it works again",
+    "tier recovered": "it works again",
+    "settling failed": "a fault of ours while blocks were copied down",
+    "promoting failed": "a fault of ours while a block was copied up",
 }
-DAEMON_SIDE = ("access", "bulk", "door", "guard", "lane", "namespaces", "room", "service", "session", "store", "underway", "daemon/*")
+DAEMON_SIDE = ("access", "bulk", "door", "guard", "lane", "movers", "namespaces", "promoter", "room", "service", "session", "settler", "store")
+DAEMON_SIDE += ("tiering", "tiers/*", "underway", "daemon/*")
 
 
 def table(rows: Iterable[tuple[str, ...]]) -> str:
