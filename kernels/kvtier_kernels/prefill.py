@@ -161,7 +161,7 @@ def prefill(
     if starts.dtype != torch.int32 or starts.shape != (lengths.shape[0] + 1,):
         raise Invalid(f"starts must be int32 [{lengths.shape[0] + 1}], not {starts.dtype} of shape {tuple(starts.shape)}")
     _check_dots(dots, cache, max(width, value_width), 3 in modes)
-    tune = settings.prefill(max(width, value_width), cache.tokens, 3 in modes, dots)
+    tune = settings.prefill(max(width, value_width), 3 in modes, dots, queries.device)
     assert tune.tile <= PROMOTED
     if group > tune.rows:
         raise Invalid(f"a group has at most {tune.rows} query heads here, not {group}")
@@ -201,6 +201,10 @@ def _check_dots(dots: str, cache: Paged, width: int, channel: bool) -> None:
     if width == 256:
         settings.warn(
             "prefill with head dim 256 has a setting of its own, compiled and checked but expected to be slow: engines' own kernels regress here"
+        )
+    if channel and width > 128:
+        raise Invalid(
+            "prefill over channel scales has a head dim of at most 128: every setting tried above spills. Use scales of heads, blocks or tokens"
         )
     if dots == "fp16":
         return

@@ -74,19 +74,28 @@ def copying(tokens: int, wide: int) -> Tuning:
 
 
 def decode(width: int, page: int, channel: bool) -> Tuning:
-    """For `attention.decode`. Channel scales differ from page to page, so a step then stays within one."""
+    """For `attention.decode`. Channel scales differ from page to page, so a step then stays within one, and loads of the next one are not begun
+    before: with two stages sm_90 spills 8 times for width 256 (Triton 3.6.0)."""
     tile = {64: 64, 96: 32, 128: 32, 192: 16, 256: 16}[width]
-    return Tuning(min(tile, page) if channel else tile, 4, 2)
+    return Tuning(min(tile, page, 32), 4, 1 if width > 128 else 2) if channel else Tuning(tile, 4, 2)
 
 
-def prefill(width: int, page: int, channel: bool, dots: str) -> Tuning:
+def prefill(width: int, channel: bool, dots: str, device: torch.device) -> Tuning:
     """For `prefill.prefill`; `dots` as there.
 
-    64 rows on 8 warps: with 128 rows sm_80 spills 85 times for width 128 and 354 for 256, sm_90 54 times for 256 (Triton 3.6.0). 64 rows are also
-    the least that FP8 instructions of sm_90 take. Widths above 128 have tiles of 16 tokens: 32 need 123 KiB of shared memory, sm_89 has 99.
+    64 rows on 8 warps and tiles of 16 tokens: with 128 rows and 32 tokens sm_80 spills 85 times for width 128 and 354 for 256, sm_90 54 times for
+    256; with 64 rows and 32 tokens sm_80 still spills 10 times for width 64 and 8 for native pages of width 128, and sm_89 lacks the shared memory
+    for 256 (123 KiB of 99). All on Triton 3.6.0. Exceptions:
+    - sm_90 and newer take tiles of 32 up to width 128, where nothing spills: half the steps, and instructions twice as wide.
+    - Channel scales: 4 warps, as 8 spill on sm_80 (16 times for width 96); above width 128 every setting that was tried spills (46 to 356 times).
+    - FP8 dots, sm_90 and newer only: 128 rows, as with 64 sm_100 spills twice for width 128.
     """
-    tile = {64: 32, 96: 32, 128: 32, 192: 16, 256: 16}[width]
-    return Tuning(min(tile, page) if channel else tile, 8, 2, 64)
+    if channel:
+        return Tuning(16, 4, 2, 64)
+    if dots != "fp16":
+        return Tuning(32, 8, 2, 128)
+    wide = capability(device)
+    return Tuning(32 if width <= 128 and wide is not None and wide >= (9, 0) else 16, 8, 2, 64)
 
 
 def splits(device: torch.device, programs: int, tiles: int) -> int:

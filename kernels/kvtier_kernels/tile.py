@@ -87,8 +87,8 @@ def by_channel(side, x, page, head, restored, d, WIDTH: tl.constexpr):
     each: tl.constexpr = WIDTH // _CHANNEL_ROWS
     start = tl.sum(page, axis=0) * side.scales.page + head * side.scales.head
     stored = tl.max(restored.to(tl.int32), axis=0) > 0
-    at = start + (d // each) * side.scales.token + d % each
-    channels = tl.load(side.scales.start + at, mask=d < tl.where(stored, WIDTH, 0), other=1.0).to(tl.float32)
+    at = (d // each) * side.scales.token + d % each  # 32 bits: a pointer a channel would cost 64
+    channels = tl.load(side.scales.start + start + at, mask=d < tl.where(stored, WIDTH, 0), other=1.0).to(tl.float32)
     most = tl.max(tl.where(d < WIDTH, channels, 0.0), axis=0)
     return (x.to(tl.float32) * (channels * (1.0 / most))[None, :]).to(tl.float16), most
 

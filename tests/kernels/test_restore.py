@@ -186,7 +186,7 @@ def test_a_wait_has_a_deadline() -> None:
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_self_test_passes_here(width: int) -> None:
-    kind = ("head", "block-head", "token-head", "channel", "head")[WIDTHS.index(width)]
+    kind = ("head", "block-head", "channel", "token-head", "head")[WIDTHS.index(width)]
     report = selftest.run(DEVICE, width, granularity=kind)
     assert report.reasons == dict.fromkeys(("quantize", "expand", "restore", "decode", "prefill", "gather"), "") and report.usable
 
