@@ -1,7 +1,7 @@
 """Launch settings: one default per kernel and head dim, looked up, never searched at run time, so that nothing stalls and graphs can be captured.
 
-Every default compiles without spills, with 16-byte loads and within shared memory for sm_80, sm_89, sm_90 and sm_100 on Triton 3.6.0 and 3.9.0:
-`kernels/tools/aot_check.py` compiles exactly what the launchers would and docs/kernels.md keeps its table. An exception stands beside its evidence.
+Every default is to compile without spills, with 16-byte loads and within shared memory for sm_80, sm_89, sm_90 and sm_100 on Triton 3.6.0 and
+3.9.0: `kernels/tools/aot_check.py` compiles exactly what the launchers would and judges it. An exception stands beside its evidence.
 None of them has been timed on a GPU yet. Pure functions, but for `assume`.
 """
 
@@ -55,7 +55,7 @@ def knows_e4m3(device: torch.device) -> bool:
 
 
 def casts_directly(device: torch.device) -> bool:
-    """Whether f32 becomes e4m3fn in one rounding. On sm_89 Triton 3.6.0 and 3.9.0 cast by way of fp16 rounded toward zero (cvt.rz.f16.f32, then
+    """Whether f32 becomes e4m3fn in one rounding. On sm_89 Triton 3.6.0 casts by way of fp16 rounded toward zero (cvt.rz.f16.f32, then
     cvt.rn.satfinite.e4m3x2.f16x2), which puts numbers just above the middle of two codes into the middle: the bit form is used there, too."""
     found = capability(device)
     return found is None or found >= (9, 0)
