@@ -1,0 +1,27 @@
+"""A daemon whose SSD tier stands still from SIGUSR1 to SIGUSR2: `kvtier-server` with a `FaultyTier` around its tier. Flags are the daemon's."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+from kvtier.daemon import cli, lifecycle
+from kvtier.tiers.faulty import FaultyTier, Rates
+from kvtier.tiers.ssd import Ssd
+
+
+def main() -> None:
+    """Runs it."""
+
+    def build(*arguments: Any, **options: Any) -> FaultyTier:
+        tier = FaultyTier(Ssd(*arguments, **options), 0, Rates())
+        signal.signal(signal.SIGUSR1, lambda *_: tier.stall())
+        signal.signal(signal.SIGUSR2, lambda *_: tier.resume())
+        return tier
+
+    lifecycle.Ssd = build  # type: ignore[assignment,misc]
+    cli.main()
+
+
+if __name__ == "__main__":
+    main()
