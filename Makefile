@@ -18,7 +18,7 @@ PYTHON ?= python3
 VLLM_PYTHON ?= python3.11
 ARGS ?=
 TORCH_VERSION := 2.13.0
-BENCHES ?= ceilings planes door scrape abuse tiers
+BENCHES ?= ceilings planes door scrape abuse
 
 CORE := .venv/stamp
 TORCH := .venv-torch/stamp

@@ -46,7 +46,6 @@ QUICK = [
     ("bench.ceilings", None),
     ("bench.door", None),
     ("bench.scrape", None),
-    ("bench.tiers", None),
     *(("bench.planes", case) for case in CASES),
     ("bench.abuse", "noise"),
     ("bench.abuse", "half"),
