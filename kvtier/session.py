@@ -51,6 +51,7 @@ class Session:
         self.peer = peer
         self.sockets = 0
         self.limbo = False
+        self.drained = False  # its client has said that it touches nothing of it any more
         self._store = store
         self._account: Account = store.account(peer.tenant, own)
         self._lock = threading.Lock()
@@ -283,22 +284,22 @@ class Sessions:
         return session
 
     def join(self, session_id: bytes, peer: Peer) -> Session:
-        """One more socket of a session, of the same user and process; brings it back from limbo. Raises NotFound, Denied or Full."""
+        """One more socket of a session, of the same user and process; brings it back from limbo and voids `drained`. Raises NotFound, Denied, Full."""
         with self._lock:
             session = self._find(session_id, peer)
             if session.sockets >= MAX_SOCKETS:
                 raise Full(f"full, retry: the session has {MAX_SOCKETS} sockets")
             session.sockets += 1
-            session.limbo = False
+            session.limbo = session.drained = False
             return session
 
     def leave(self, session: Session) -> None:
-        """A socket closed. The last one ends the session, or sends what it holds to limbo while its process lives."""
+        """A socket closed. The last one ends the session, or sends what it holds to limbo while its process lives and has not said `drained`."""
         with self._lock:
             session.sockets -= 1
             if session.sockets or session.id not in self._by_id:
                 return
-            limbo = bool(session.held_bytes) and session.id in self._pidfds
+            limbo = bool(session.held_bytes) and session.id in self._pidfds and not session.drained
             if limbo:
                 session.limbo = True
             else:
@@ -309,13 +310,17 @@ class Sessions:
             session.end()
 
     def drained(self, session_id: bytes, peer: Peer) -> None:
-        """The client says that no copy of an earlier session of its process is still under way: it leaves limbo."""
+        """The client says that no copy of an earlier session of its process is still under way: it leaves limbo.
+
+        A client closes its sockets before it says so, but the threads that read them may find out later: then the last of them ends the session.
+        """
         with self._lock:
             try:
                 session = self._find(session_id, peer)
             except NotFound:
                 return
             if session.sockets:
+                session.drained = True
                 return
             self._forget(session)
         session.end()

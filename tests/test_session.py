@@ -526,8 +526,6 @@ def test_a_client_that_is_done_with_its_copies_leaves_limbo(inside: Inside, spac
     child, stranger = inside.process(), inside.process()
     session = inside.session_of(child)
     session.reserve(1, *space.asked([1, 2]))
-    inside.sessions.drained(session.id, inside.peer_of(child))
-    assert session.held_bytes == 2 * SLOT, "not while it has a socket: its calls are not over"
     inside.sessions.leave(session)
     with pytest.raises(Denied):
         inside.sessions.drained(session.id, inside.peer_of(stranger))
@@ -536,6 +534,23 @@ def test_a_client_that_is_done_with_its_copies_leaves_limbo(inside: Inside, spac
     assert session.held_bytes == 0 == used(inside)
     inside.sessions.drained(session.id, inside.peer_of(child))
     inside.sessions.drained(bytes(16), inside.peer_of(child))
+
+
+def test_a_client_that_is_done_before_all_its_sockets_are_seen_to_close_leaves_no_limbo(inside: Inside, space: Space) -> None:
+    child = inside.process()
+    session, again = inside.session_of(child), inside.session_of(child)
+    for one in (session, again):
+        one.reserve(1, *space.asked([1, 2]))
+        inside.sessions.drained(one.id, inside.peer_of(child))
+        assert one.held_bytes == 2 * SLOT, "not while it has a socket: its calls are not over"
+    inside.sessions.leave(session)
+    assert session.held_bytes == 0 and not session.limbo
+    inside.sessions.join(again.id, inside.peer_of(child))  # it has changed its mind: copies may be under way again
+    inside.sessions.leave(again)
+    inside.sessions.leave(again)
+    assert again.held_bytes == 2 * SLOT and again.limbo
+    inside.sessions.drained(again.id, inside.peer_of(child))
+    assert again.held_bytes == 0 == used(inside)
 
 
 def test_the_end_of_a_process_returns_what_all_its_sessions_held(inside: Inside, space: Space) -> None:

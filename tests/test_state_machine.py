@@ -80,6 +80,7 @@ class Client:
     process: subprocess.Popen[bytes]
     session: Session
     sockets: int = 1
+    drained: bool = False
     puts: list[Put] = field(default_factory=list)
     gets: list[Get] = field(default_factory=list)
     finished: list[Put | Get] = field(default_factory=list)
@@ -177,26 +178,27 @@ class Machine(RuleBasedStateMachine):
         client = self.one([client for client in self.clients if not client.connected] or self.clients, n)
         assert self.sessions.join(client.session.id, self.inside.peer_of(client.process, client.tenant)) is client.session
         assert not client.session.limbo
-        client.sockets += 1
+        client.sockets, client.drained = client.sockets + 1, False
 
     @precondition(lambda self: len(self.connected) > 1)
     @rule(n=pick, sockets=st.integers(1, 3))
     def leave(self, n: int, sockets: int) -> None:
-        """Sockets close. With the last one a session that holds nothing ends; another goes to limbo."""
+        """Sockets close. With the last one a session that holds nothing, or is drained, ends; another goes to limbo."""
         client = self.one(self.connected, n)
         for _ in range(min(sockets, client.sockets)):
             client.sockets -= 1
             self.sessions.leave(client.session)
-        if not client.sockets and not self.held(client):
+        if not client.sockets and (client.drained or not self.held(client)):
             self.gone(client)
         assert client.session.limbo == (client in self.clients and not client.sockets)
 
     @precondition(lambda self: any(not client.connected for client in self.clients))
     @rule(n=pick)
     def drained(self, n: int) -> None:
-        """The client of a session in limbo says that its copies are done. Where it still has a socket, that changes nothing."""
+        """A client says that its copies are done: at once the end of a session in limbo, and later that of one that still has a socket."""
         client = self.one(self.clients, n)
         self.sessions.drained(client.session.id, self.inside.peer_of(client.process, client.tenant))
+        client.drained = True
         if not client.sockets:
             self.gone(client)
 
