@@ -284,7 +284,7 @@ class Sessions:
         return session
 
     def join(self, session_id: bytes, peer: Peer) -> Session:
-        """One more socket of a session, of the same user and process; brings it back from limbo and voids `drained`. Raises NotFound, Denied, Full."""
+        """One more socket of a session, of the same user and process; brings it back from limbo, voids `drained`. Raises NotFound, Denied, Full."""
         with self._lock:
             session = self._find(session_id, peer)
             if session.sockets >= MAX_SOCKETS:
