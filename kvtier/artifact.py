@@ -24,7 +24,18 @@ import safetensors.numpy
 from numpy.typing import NDArray
 
 from kvtier.errors import Invalid
-from kvtier.identity import MAX_TEXT, Description, Difference, HashScheme, canonical_json, check_revision, check_text, differences, pack_scales
+from kvtier.identity import (
+    MAX_TEXT,
+    Description,
+    Difference,
+    HashScheme,
+    all_one,
+    canonical_json,
+    check_revision,
+    check_text,
+    differences,
+    pack_scales,
+)
 from kvtier.layout import STATIC, Layout, Part, check_int, fields, items
 from kvtier.tensors import Tensor, naming, read_safetensors, read_whole, to_f32
 
@@ -149,6 +160,11 @@ class Artifact:
     def digest(self) -> str:
         """64 hex digits over the manifest, thus over everything: the field `artifact` of a description."""
         return blake2b(self.canonical, digest_size=32, person=_PERSON_ARTIFACT).hexdigest()
+
+    @property
+    def uncalibrated(self) -> bool:
+        """Whether every scale is 1.0, as where nobody has calibrated; False where scales come with the tokens."""
+        return all_one(pack_scales(self.scales))
 
     def describe(
         self,

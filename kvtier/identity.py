@@ -36,6 +36,7 @@ _PERSON_CONTEXT = b"kvtier.ctx.1"
 _PERSON_CHAIN = b"kvtier.chain.1"
 _REVISION = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}|fingerprint:[0-9a-f]{64}")
 _TOKEN = re.compile(rb'[][{}]|"(?:[^"\\]|\\.)*+(?:"|\\?\Z)', re.DOTALL)  # a bracket, or a whole string, which may lack its end
+_ONE = "3f800000"  # 1.0 in the form of `f32_hex`
 _HEX64 = re.compile(r"[0-9a-f]{64}")
 _RANGE = struct.Struct("<5H")
 
@@ -287,6 +288,11 @@ def chain_hashes(tokens: Iterable[int], block_tokens: int, seed: bytes = bytes(3
 def pack_scales(scales: Mapping[tuple[int, str], Iterable[float]]) -> dict[str, str]:
     """{(layer index, part): scales} in the form of `Description.scales`."""
     return {f"{layer}.{part}": "".join(map(f32_hex, values)) for (layer, part), values in scales.items()}
+
+
+def all_one(scales: Mapping[str, str]) -> bool:
+    """Whether there are static scales in this form and every one is 1.0: the mark of KV that nobody has calibrated."""
+    return bool(scales) and all(value and value == _ONE * (len(value) // len(_ONE)) for value in scales.values())
 
 
 @dataclass(frozen=True, slots=True)
