@@ -29,6 +29,7 @@ class Namespace:
     description: Description
     description_digest: bytes
     dropped: bool = False
+    crowded: bool = False  # dropped only because this registry was full: what others hold of it stays good
     _geometries: dict[tuple[int, int, int, int, int], Extents] = field(default_factory=dict)
 
     def check(self, resolved: tuple[int, int, int, int, int]) -> None:
@@ -84,6 +85,7 @@ class Namespaces:
                 spare = next((ns for handle, ns in self._by_handle.items() if handle not in busy), None)
                 if spare is None:
                     raise Full(f"{MAX_NAMESPACES} namespaces hold blocks; drop some before registering another")
+                spare.crowded = True
                 spare.dropped = True  # what is reserved under it from now on is refused, and never sealed
                 del self._by_handle[spare.handle], self._by_digest[spare.digest]
             made = Namespace(self._next, digest, tenant, description, description.digest)

@@ -30,7 +30,13 @@ class Tier(Protocol):
     name: str
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
-        """For each key whether the block is here, as far as is known without waiting. Does not modify, does no I/O."""
+        """For each key whether the block is here, as far as is known without waiting. Does not modify, does no I/O.
+
+        A tier that would have to ask somebody asks in the background: `unsure` is true of such keys until the answer is there.
+        """
+
+    def unsure(self, keys: Sequence[bytes]) -> list[bool]:
+        """For each key whether `find` may say more in some milliseconds. Always false where a tier knows what it holds. No I/O."""
 
     def write(self, blocks: Sequence[Outgoing]) -> list[bool]:
         """Keeps these blocks, making room by its own rules: for each whether it is here now. Blocks on I/O; a fault of the medium is a False."""
@@ -48,13 +54,16 @@ class Tier(Protocol):
         """Forgets all blocks of a namespace; returns how many."""
 
     def handles(self) -> set[int]:
-        """Handles of the namespaces whose blocks it holds."""
+        """Handles of the namespaces whose blocks it holds, as far as it knows."""
 
     def blocks_by_namespace(self) -> dict[int, tuple[int, int]]:
         """{handle: (blocks, their bytes)}; empty where the tier cannot know. No I/O."""
 
     def gauges(self) -> dict[str, int]:
         """Numbers for operators: blocks, bytes, capacity, degraded (0 or 1), and counters ending in _total."""
+
+    def fault(self) -> str:
+        """What is wrong now, for people; "" if nothing is."""
 
     def check_integrity(self) -> None:
         """Asserts that its books agree with themselves; slow."""

@@ -69,6 +69,10 @@ class FaultyTier:
         """As the inner tier knows; no fault ever strikes here, as it does no I/O."""
         return self.inner.find(keys)
 
+    def unsure(self, keys: Sequence[bytes]) -> list[bool]:
+        """As the inner tier says."""
+        return self.inner.unsure(keys)
+
     def write(self, blocks: Sequence[Outgoing]) -> list[bool]:
         """Lets some blocks arrive damaged, refuses some. False for these."""
         self._wait()
@@ -115,6 +119,10 @@ class FaultyTier:
     def gauges(self) -> dict[str, int]:
         """Those of the inner tier."""
         return self.inner.gauges()
+
+    def fault(self) -> str:
+        """That of the inner tier."""
+        return self.inner.fault()
 
     def check_integrity(self) -> None:
         """That of the inner tier."""

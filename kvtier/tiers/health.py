@@ -16,10 +16,11 @@ log = logging.getLogger(__name__)
 
 
 class Health:
-    """Of the tier called `name`."""
+    """Of the tier called `name`. pause: seconds, first and longest."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, pause: tuple[float, float] = PAUSE) -> None:
         self._name = name
+        self._pause = pause
         self._faults: dict[str, str] = {}
         self._failures: dict[str, int] = {}
         self._not_before: dict[str, float] = {}
@@ -44,7 +45,7 @@ class Health:
             log.warning("tier degraded", extra={"fields": {"tier": self._name, "reason": reason}})
         self._faults.setdefault(kind, reason)
         if pause:
-            first, longest = PAUSE
+            first, longest = self._pause
             failures = self._failures[kind] = self._failures.get(kind, 0) + 1
             self._not_before[kind] = time.monotonic() + min(longest, first * 2.0 ** min(failures - 1, 10))
 

@@ -10,7 +10,8 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
-from kvtier.errors import Full
+from kvtier.errors import Full, KvtierError
+from kvtier.identity import check_text
 from kvtier.ledger import Ledger
 from kvtier.namespaces import Namespace
 from kvtier.tiers import Outgoing, replay
@@ -23,6 +24,7 @@ DELETED = 0.05  # seconds that a delete waits for its record on disk
 CROWDED = 1.0  # seconds that a write waits for the index to be shortened
 _FRAMES = 256  # bytes of the frames around a write's records
 NAMESPACES_SHARE = 8  # one part in 8 of the index is for descriptions
+Register = Callable[[bytes, str], Namespace]
 
 log = logging.getLogger(__name__)
 
@@ -232,3 +234,13 @@ class Index:
             with self._books:
                 self.checkpoints += 1
                 self._health.good(INDEX)
+
+
+def handle_of(register: Register, tenant: str, description: bytes) -> int | None:
+    """The handle of a namespace that the directory holds. None for one of a newer version: its blocks are unreadable, not dangerous."""
+    try:
+        check_text("tenant", tenant)
+        return register(description, tenant).handle
+    except KvtierError as error:
+        log.warning("ssd namespace not understood", extra={"fields": {"reason": error}})
+        return None

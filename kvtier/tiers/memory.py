@@ -43,6 +43,10 @@ class Memory:
         """For each key whether the block is here."""
         return [key in self._kept for key in keys]
 
+    def unsure(self, keys: Sequence[bytes]) -> list[bool]:
+        """Never: it knows what it holds."""
+        return [False] * len(keys)
+
     def write(self, blocks: Sequence[Outgoing]) -> list[bool]:
         """Keeps copies, evicting what was used longest ago."""
         with self._lock:
@@ -121,6 +125,10 @@ class Memory:
                 "lost_blocks_total": self._lost,
                 "evicted_blocks_total": self._evicted,
             }
+
+    def fault(self) -> str:
+        """What is wrong now, for people; "" if nothing is."""
+        return ""
 
     def check_integrity(self) -> None:
         """Asserts that the bytes are those of the blocks, and within the capacity."""

@@ -16,13 +16,13 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 from kvtier import block
-from kvtier.errors import Full, Invalid, KvtierError, Lost, NotFound, Unavailable
-from kvtier.identity import check_text
+from kvtier.errors import Full, Invalid, Lost, NotFound, Unavailable
 from kvtier.layout import SLOT_ALIGN
 from kvtier.ledger import Ledger, by_namespace
 from kvtier.namespaces import Namespace
@@ -33,7 +33,7 @@ from kvtier.tiers.books import SsdRoom, Suspects, Tombstones, Totals
 from kvtier.tiers.data import DataFile
 from kvtier.tiers.disk import Disk
 from kvtier.tiers.health import READ, SPACE, WRITE, Health
-from kvtier.tiers.index import Index
+from kvtier.tiers.index import Index, Register, handle_of
 from kvtier.tiers.journal import Journal
 
 MIN_CAPACITY, MAX_CAPACITY = 4 * 2**20, 2**44  # a slot's place is 32 bits of pages
@@ -42,7 +42,6 @@ MIN_INDEX = 2**18
 SMALL = 2**16  # of that for the small files, and for what files take beyond their sizes
 MAX_QUARANTINED, QUARANTINE_SHARE = 256, 64  # slots that failed a check rest: so many, or one part in 64 of the file; then the oldest are used again
 PATIENCE = 5.0  # seconds that `close` waits for calls under way
-Register = Callable[[bytes, str], Namespace]
 Placed = list[tuple[Outgoing, int]]  # blocks and the rows reserved for them
 
 log = logging.getLogger(__name__)
@@ -87,6 +86,10 @@ class Ssd:
         """For each key whether the block is here, and not one that could not be read a moment ago. No I/O and no lock: dict reads are atomic."""
         rows, now = self._ledger.find_each(keys), time.monotonic() if self._suspects else 0.0
         return [row is not None and not (now and self._suspects.wait(key, now)) for key, row in zip(keys, rows, strict=True)]
+
+    def unsure(self, keys: Sequence[bytes]) -> list[bool]:
+        """Never: it knows what it holds."""
+        return [False] * len(keys)
 
     def write(self, blocks: Sequence[Outgoing]) -> list[bool]:
         """Keeps blocks, evicting what was used longest ago. For each whether it is here now; False after a fault or without room."""
@@ -196,6 +199,10 @@ class Ssd:
             snapshot = self._ledger.snapshot()
         return by_namespace(*snapshot)
 
+    def fault(self) -> str:
+        """What is wrong now, for people; "" if nothing is."""
+        return self._health.fault
+
     def check_integrity(self) -> None:
         """Asserts that index and slots agree, with each other and with the capacity."""
         with self._lock:
@@ -237,7 +244,7 @@ class Ssd:
         stack.callback(journal.close)
         self._index = Index(journal, self._ledger, self._tombstones, self._lock, self._health)
         began = time.monotonic()
-        records = self._index.load(lambda tenant, description: _handle(register, tenant, description))
+        records = self._index.load(partial(handle_of, register))
         fits = (records["nbytes"] <= records["slot"]) & (records["nbytes"] > 0)
         fits[fits] = self._slabs.restore(records["page"][fits], records["slot"][fits])
         self._index.disown(records[~fits])
@@ -388,13 +395,3 @@ class Ssd:
                 self._tombstones.add(ledger.key(row))
                 ledger.doom(row)
         self._room.free([row for row in rows if ledger.is_sealed(row)])
-
-
-def _handle(register: Register, tenant: str, description: bytes) -> int | None:
-    """The handle of a namespace that the directory holds. None for one of a newer version: its blocks are unreadable, not dangerous."""
-    try:
-        check_text("tenant", tenant)
-        return register(description, tenant).handle
-    except KvtierError as error:
-        log.warning("ssd namespace not understood", extra={"fields": {"reason": error}})
-        return None
