@@ -70,6 +70,7 @@ __all__ = [
     "Registered",
 ]
 
+AGAIN = 0.001  # seconds until a lookup asks again that was told "later", doubled each time
 LANE_AGAIN = 60.0  # seconds after which a client that fell back to gRPC tries the lane again: descriptors or memory may only have been short
 
 M = TypeVar("M", bound=Message)
@@ -133,6 +134,7 @@ class Client:
         self, ns: Registered, runs: Sequence[tuple[Range, Hashes]], *, context: bytes = NO_CONTEXT, deadline: float = LOOKUP
     ) -> list[Answer]:
         """`lookup` for several runs of hashes, each in its own range: leading known blocks per run."""
+        until = time.monotonic() + deadline
         known = [0] * len(runs)
         reason = ["miss"] * len(runs)
         parts = [(i, part, count(ns, part)) for i, (_, hashes) in enumerate(runs) for part in split(ns, hashes)]
@@ -144,6 +146,11 @@ class Client:
                 for i, part, _ in asked:
                     request.run.append(pb.Run(hashes=part, **range_fields(ns, runs[i][0])))
                 reply = self._ask(pb.LookupReply, ns, Verb.LOOKUP, request, deadline)
+                pause = AGAIN
+                while reply.later and time.monotonic() + pause < until:
+                    time.sleep(pause)
+                    pause *= 2
+                    reply = self._ask(pb.LookupReply, ns, Verb.LOOKUP, request, max(0.001, until - time.monotonic()))
                 if len(reply.known) != len(asked):
                     raise Unavailable(f"the daemon answers {len(reply.known)} runs of {len(asked)}")
                 for (i, _, n), found in zip(asked, reply.known, strict=True):

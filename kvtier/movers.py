@@ -21,10 +21,13 @@ from kvtier.room import Room
 
 class Lower(Protocol):
     """What lies below the arena, as far as the store asks. None of these waits for a disk or a network; all are called without the store's lock,
-    but for `find`, which takes no lock of its own."""
+    but for `find` and `unsure`, which take no lock of their own."""
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
         """For each key whether it is known down there."""
+
+    def unsure(self, keys: Sequence[bytes]) -> list[bool]:
+        """For each key whether `find` may say more in some milliseconds."""
 
     def offer(self, keys: Sequence[bytes], namespace: Namespace) -> None:
         """These blocks were sealed."""

@@ -18,7 +18,7 @@ from kvtier.errors import KvtierError, Lost, NotFound
 from kvtier.layout import Extents
 from kvtier.namespaces import Namespace
 from kvtier.store import Store
-from kvtier.tiers import Tier
+from kvtier.tiers import Tier, find_any
 
 MAX_QUEUE = 16_384  # keys under way
 THREADS = 4
@@ -47,9 +47,7 @@ class Promoter:
         """Starts bringing up those of these keys that are cold. Returns how many are under way now. Never waits."""
         warm = self._store.lookup_each(keys)
         cold = [key for key, known in zip(keys, warm, strict=True) if not known]
-        here = [False] * len(cold)
-        for tier in self._tiers:
-            here = [a or b for a, b in zip(here, tier.find(cold), strict=True)]
+        here = find_any(self._tiers, cold)
         started = 0
         with self._wake:
             for key, found in zip(cold, here, strict=True):

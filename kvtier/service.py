@@ -65,6 +65,7 @@ class Service:
             known, warm = self.store.lookup_tiers(keys)
             reply.known.append(known)
             reply.warm.append(warm)
+            reply.later |= known < len(keys) and self.tiering is not None and self.tiering.unsure(keys[known : known + 1])[0]
             if request.bitmap:
                 reply.bitmap.append(_bitmap(self.store.known_each(keys)))
         return reply
@@ -207,7 +208,7 @@ class Service:
             **self.store.gauges(),
             **self.sessions.gauges(),
             **{name: value for gauges in self.gauges for name, value in gauges().items()},
-            **(self.tiering.gauges() if self.tiering is not None else {}),
+            **(self.tiering.gauges() | self.tiering.faults() if self.tiering is not None else {}),
             **numbers,
         }
 

@@ -160,6 +160,8 @@ class Store:
         while self.lower is not None and known < len(keys):
             part = self.known_each(keys[known : known + _LOOK])
             known += part.index(False) if False in part else len(part)
+            if False in part and self.lower.unsure(keys[known : known + 1])[0]:
+                return known, warm  # who asks is told to ask again: counted then
             if False in part:
                 break
         with self._lock:
@@ -176,9 +178,7 @@ class Store:
 
     def known_each(self, keys: Sequence[bytes]) -> list[bool]:
         """For every single key whether any tier has it. No side effects."""
-        if (lower := self.lower) is None:
-            return self.lookup_each(keys)
-        below = lower.find(keys)  # before the arena: a block on its way up is in one of them
+        below = lower.find(keys) if (lower := self.lower) is not None else [False] * len(keys)  # first: a block on its way up is in one of them
         return [a or b for a, b in zip(self.lookup_each(keys), below, strict=True)]
 
     def lease(self, account: Account, keys: list[bytes]) -> tuple[list[int], list[int], int]:
@@ -200,7 +200,7 @@ class Store:
             account.tenant.held += ledger.lease(unique)
             page = ledger.page
             offsets = [page[row] * SLOT_ALIGN for row in rows]
-            if stop == MISS and (lower := self.lower) is not None and lower.find([keys[len(rows)]])[0]:
+            if stop == MISS and (lower := self.lower) is not None and any(lower.find(rest := [keys[len(rows)]]) + lower.unsure(rest)):
                 stop = COLD
             if not account.own:
                 self.counters.lease_keys += len(keys)

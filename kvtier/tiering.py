@@ -6,6 +6,7 @@ Built by the daemon where a lower tier is configured; without one the store has 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping, Sequence
 
 from kvtier.layout import Extents
@@ -13,8 +14,9 @@ from kvtier.namespaces import Namespace
 from kvtier.promoter import Promoter
 from kvtier.settler import Budget, Settler
 from kvtier.store import Store
-from kvtier.tiers import Tier
+from kvtier.tiers import Tier, find_any
 
+DOUBTS = 0.002  # seconds between looks at what a tier is finding out
 MAX_WAITING = 6  # calls that wait for promotions at once: half of what the door has for puts and gets
 
 
@@ -31,9 +33,13 @@ class Tiering:
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
         """For each key whether any lower tier has it. No I/O."""
+        return find_any(self.tiers, keys)
+
+    def unsure(self, keys: Sequence[bytes]) -> list[bool]:
+        """For each key whether some lower tier is finding out. No I/O."""
         found = [False] * len(keys)
         for tier in self.tiers:
-            found = [a or b for a, b in zip(found, tier.find(keys), strict=True)]
+            found = [a or b for a, b in zip(found, tier.unsure(keys), strict=True)]
         return found
 
     def offer(self, keys: Sequence[bytes], namespace: Namespace) -> None:
@@ -42,8 +48,9 @@ class Tiering:
             settler.offer(keys, namespace)
 
     def flush(self, keys: Sequence[bytes], namespace: Namespace, until: float) -> int:
-        """Waits until every tier has these blocks; the number of leading ones that all have."""
-        return min(settler.flush(keys, namespace, until) for settler in self._settlers)
+        """Waits until every tier that works has these blocks; the number of leading ones that all of these have. With none at work: that all have."""
+        working = [settler for tier, settler in zip(self.tiers, self._settlers, strict=True) if not tier.fault()]
+        return min(settler.flush(keys, namespace, until) for settler in working or self._settlers)
 
     def prefetch(self, keys: Sequence[bytes], namespace: Namespace, extents: Extents) -> int:
         """Starts promotion of what is cold: how many are under way."""
@@ -52,8 +59,13 @@ class Tiering:
     def bring_up(self, keys: Sequence[bytes], namespace: Namespace, extents: Extents, until: float) -> None:
         """Promotes what is cold and waits for it, until `until` at most; not at all while `MAX_WAITING` others do: a tier that hangs shall not take
         all threads of a transport with it."""
-        if self.promoter.start(keys, namespace, extents) and self._waiting.acquire(blocking=False):
+        started, doubts = self.promoter.start(keys, namespace, extents), any(self.unsure(keys))
+        if (started or doubts) and self._waiting.acquire(blocking=False):
             try:
+                while doubts and time.monotonic() < until:
+                    time.sleep(DOUBTS)
+                    self.promoter.start(keys, namespace, extents)
+                    doubts = any(self.unsure(keys))
                 self.promoter.wait(keys, until)
             finally:
                 self._waiting.release()
@@ -84,6 +96,10 @@ class Tiering:
         for tier in self.tiers:
             merged |= {f"{tier.name}_{name}": value for name, value in tier.gauges().items()}
         return merged
+
+    def faults(self) -> dict[str, str]:
+        """What is wrong with each tier, in words; "" if nothing is."""
+        return {f"{tier.name}_fault": tier.fault() for tier in self.tiers}
 
     def check_integrity(self) -> None:
         """Asserts that each tier's books agree with themselves; slow."""

@@ -24,6 +24,16 @@ class Outgoing:
     checksum: int
 
 
+def find_any(tiers: Sequence[Tier], keys: Sequence[bytes]) -> list[bool]:
+    """For each key whether one of these tiers has it; each is asked only for what those before it do not have. No I/O."""
+    found = [False] * len(keys)
+    for tier in tiers:
+        if missing := [key for key, here in zip(keys, found, strict=True) if not here]:
+            answers = iter(tier.find(missing))
+            found = [here or next(answers) for here in found]
+    return found
+
+
 class Tier(Protocol):
     """One lower tier."""
 

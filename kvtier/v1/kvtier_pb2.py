@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvtier/v1/kvtier.proto\x12\tkvtier.v1\"O\n\x0cHelloRequest\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0f\n\x07session\x18\x02 \x01(\x0c\x12\x0b\n\x03map\x18\x03 \x01(\x08\x12\x0f\n\x07\x64rained\x18\x04 \x03(\x0c\"u\n\nHelloReply\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\x13\n\x0b\x61rena_bytes\x18\x02 \x01(\x04\x12\x13\n\x0bready_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12\x0c\n\x04role\x18\x05 \x01(\t\x12\x0e\n\x06server\x18\x06 \x01(\t\"&\n\x0fRegisterRequest\x12\x13\n\x0b\x64\x65scription\x18\x01 \x01(\x0c\"U\n\rRegisterReply\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\x12\x13\n\x0b\x64\x65scription\x18\x03 \x01(\x0c\x12\x0c\n\x04\x62oot\x18\x04 \x01(\x06\"\xc7\x01\n\x04Keys\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\r\n\x05group\x18\x02 \x01(\r\x12\x10\n\x08layer_lo\x18\x03 \x01(\r\x12\x10\n\x08layer_hi\x18\x04 \x01(\r\x12\x0f\n\x07head_lo\x18\x05 \x01(\r\x12\x0f\n\x07head_hi\x18\x06 \x01(\r\x12\x0f\n\x07\x63ontext\x18\x07 \x01(\x0c\x12\x0e\n\x06hashes\x18\x08 \x01(\x0c\x12\n\n\x02id\x18\t \x01(\x04\x12\x0e\n\x06nbytes\x18\n \x01(\x04\x12\x0c\n\x04\x62oot\x18\x0b \x01(\x06\x12\x0f\n\x07wait_ms\x18\x0c \x01(\r\"6\n\x05Slots\x12\x0e\n\x06offset\x18\x01 \x03(\x04\x12\x1d\n\x04stop\x18\x02 \x01(\x0e\x32\x0f.kvtier.v1.Stop\"!\n\x04Held\x12\n\n\x02id\x18\x01 \x01(\x04\x12\r\n\x05index\x18\x02 \x03(\r\"1\n\x05\x43ount\x12\t\n\x01n\x18\x01 \x01(\x04\x12\x1d\n\x04stop\x18\x02 \x01(\x0e\x32\x0f.kvtier.v1.Stop\"j\n\x03Run\x12\r\n\x05group\x18\x01 \x01(\r\x12\x10\n\x08layer_lo\x18\x02 \x01(\r\x12\x10\n\x08layer_hi\x18\x03 \x01(\r\x12\x0f\n\x07head_lo\x18\x04 \x01(\r\x12\x0f\n\x07head_hi\x18\x05 \x01(\r\x12\x0e\n\x06hashes\x18\x06 \x01(\x0c\"k\n\rLookupRequest\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x0f\n\x07\x63ontext\x18\x02 \x01(\x0c\x12\x1b\n\x03run\x18\x03 \x03(\x0b\x32\x0e.kvtier.v1.Run\x12\x0e\n\x06\x62itmap\x18\x04 \x01(\x08\x12\x0c\n\x04\x62oot\x18\x05 \x01(\x06\":\n\x0bLookupReply\x12\r\n\x05known\x18\x01 \x03(\r\x12\x0c\n\x04warm\x18\x02 \x03(\r\x12\x0e\n\x06\x62itmap\x18\x03 \x03(\x0c\"%\n\x0e\x45xplainRequest\x12\x13\n\x0b\x64\x65scription\x18\x01 \x01(\x0c\"-\n\x0c\x45xplainReply\x12\x0c\n\x04line\x18\x01 \x03(\t\x12\x0f\n\x07nearest\x18\x02 \x01(\x0c\"(\n\rStatusRequest\x12\x17\n\x0f\x63heck_integrity\x18\x01 \x01(\x08\"\x1b\n\x0bStatusReply\x12\x0c\n\x04json\x18\x01 \x01(\t\"2\n\x05\x43hunk\x12\x0e\n\x04\x64\x61ta\x18\x01 \x01(\x0cH\x00\x12\x11\n\x07message\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04kind\"=\n\nPutRequest\x12\x1d\n\x04keys\x18\x01 \x01(\x0b\x32\x0f.kvtier.v1.Keys\x12\x10\n\x08\x63hecksum\x18\x02 \x03(\x06\")\n\x08PutReply\x12\r\n\x05known\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x1a\n\x08GetReply\x12\x0e\n\x06nbytes\x18\x01 \x01(\x04\"=\n\nGetTrailer\x12\x10\n\x08\x63hecksum\x18\x01 \x03(\x06\x12\x1d\n\x04stop\x18\x02 \x01(\x0e\x32\x0f.kvtier.v1.Stop\"\x87\x01\n\rNamespaceInfo\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\x0c\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x10\n\x08revision\x18\x05 \x01(\t\x12\x0e\n\x06\x62locks\x18\x06 \x01(\x04\x12\r\n\x05\x62ytes\x18\x07 \x01(\x04\"\r\n\x0bListRequest\"8\n\tListReply\x12+\n\tnamespace\x18\x01 \x03(\x0b\x32\x18.kvtier.v1.NamespaceInfo\"\x1b\n\x0bShowRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"H\n\tShowReply\x12&\n\x04info\x18\x01 \x01(\x0b\x32\x18.kvtier.v1.NamespaceInfo\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\x0c\"+\n\x0b\x44iffRequest\x12\x0e\n\x06stored\x18\x01 \x01(\t\x12\x0c\n\x04live\x18\x02 \x01(\t\"\x1b\n\x0b\x44ropRequest\x12\x0c\n\x04name\x18\x01 \x01(\t*9\n\x04Stop\x12\x07\n\x03\x45ND\x10\x00\x12\x08\n\x04MISS\x10\x01\x12\x08\n\x04\x43OLD\x10\x02\x12\x07\n\x03\x43\x41P\x10\x03\x12\x0b\n\x07NO_TIER\x10\x04\x32\xb8\x06\n\x06Kvtier\x12@\n\x08Register\x12\x1a.kvtier.v1.RegisterRequest\x1a\x18.kvtier.v1.RegisterReply\x12:\n\x06Lookup\x12\x18.kvtier.v1.LookupRequest\x1a\x16.kvtier.v1.LookupReply\x12-\n\x08Prefetch\x12\x0f.kvtier.v1.Keys\x1a\x10.kvtier.v1.Count\x12*\n\x05\x46lush\x12\x0f.kvtier.v1.Keys\x1a\x10.kvtier.v1.Count\x12+\n\x06\x44\x65lete\x12\x0f.kvtier.v1.Keys\x1a\x10.kvtier.v1.Count\x12.\n\x03Put\x12\x10.kvtier.v1.Chunk\x1a\x13.kvtier.v1.PutReply(\x01\x12*\n\x03Get\x12\x0f.kvtier.v1.Keys\x1a\x10.kvtier.v1.Chunk0\x01\x12=\n\x07\x45xplain\x12\x19.kvtier.v1.ExplainRequest\x1a\x17.kvtier.v1.ExplainReply\x12:\n\x06Status\x12\x18.kvtier.v1.StatusRequest\x1a\x16.kvtier.v1.StatusReply\x12>\n\x0eListNamespaces\x12\x16.kvtier.v1.ListRequest\x1a\x14.kvtier.v1.ListReply\x12=\n\rShowNamespace\x12\x16.kvtier.v1.ShowRequest\x1a\x14.kvtier.v1.ShowReply\x12\x41\n\x0e\x44iffNamespaces\x12\x16.kvtier.v1.DiffRequest\x1a\x17.kvtier.v1.ExplainReply\x12\x39\n\rDropNamespace\x12\x16.kvtier.v1.DropRequest\x1a\x10.kvtier.v1.Count\x12(\n\x03Pin\x12\x0f.kvtier.v1.Keys\x1a\x10.kvtier.v1.Count\x12*\n\x05Unpin\x12\x0f.kvtier.v1.Keys\x1a\x10.kvtier.v1.Countb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvtier/v1/kvtier.proto\x12\tkvtier.v1\"O\n\x0cHelloRequest\x12\x10\n\x08protocol\x18\x01 \x01(\r\x12\x0f\n\x07session\x18\x02 \x01(\x0c\x12\x0b\n\x03map\x18\x03 \x01(\x08\x12\x0f\n\x07\x64rained\x18\x04 \x03(\x0c\"u\n\nHelloReply\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\x13\n\x0b\x61rena_bytes\x18\x02 \x01(\x04\x12\x13\n\x0bready_bytes\x18\x03 \x01(\x04\x12\x0e\n\x06tenant\x18\x04 \x01(\t\x12\x0c\n\x04role\x18\x05 \x01(\t\x12\x0e\n\x06server\x18\x06 \x01(\t\"&\n\x0fRegisterRequest\x12\x13\n\x0b\x64\x65scription\x18\x01 \x01(\x0c\"U\n\rRegisterReply\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x11\n\tnamespace\x18\x02 \x01(\x0c\x12\x13\n\x0b\x64\x65scription\x18\x03 \x01(\x0c\x12\x0c\n\x04\x62oot\x18\x04 \x01(\x06\"\xc7\x01\n\x04Keys\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\r\n\x05group\x18\x02 \x01(\r\x12\x10\n\x08layer_lo\x18\x03 \x01(\r\x12\x10\n\x08layer_hi\x18\x04 \x01(\r\x12\x0f\n\x07head_lo\x18\x05 \x01(\r\x12\x0f\n\x07head_hi\x18\x06 \x01(\r\x12\x0f\n\x07\x63ontext\x18\x07 \x01(\x0c\x12\x0e\n\x06hashes\x18\x08 \x01(\x0c\x12\n\n\x02id\x18\t \x01(\x04\x12\x0e\n\x06nbytes\x18\n \x01(\x04\x12\x0c\n\x04\x62oot\x18\x0b \x01(\x06\x12\x0f\n\x07wait_ms\x18\x0c \x01(\r\"6\n\x05Slots\x12\x0e\n\x06offset\x18\x01 \x03(\x04\x12\x1d\n\x04stop\x18\x02 \x01(\x0e\x32\x0f.kvtier.v1.Stop\"!\n\x04Held\x12\n\n\x02id\x18\x01 \x01(\x04\x12\r\n\x05index\x18\x02 \x03(\r\"1\n\x05\x43ount\x12\t\n\x01n\x18\x01 \x01(\x04\x12\x1d\n\x04stop\x18\x02 \x01(\x0e\x32\x0f.kvtier.v1.Stop\"j\n\x03Run\x12\r\n\x05group\x18\x01 \x01(\r\x12\x10\n\x08layer_lo\x18\x02 \x01(\r\x12\x10\n\x08layer_hi\x18\x03 \x01(\r\x12\x0f\n\x07head_lo\x18\x04 \x01(\r\x12\x0f\n\x07head_hi\x18\x05 \x01(\r\x12\x0e\n\x06hashes\x18\x06 \x01(\x0c\"k\n\rLookupRequest\x12\x0e\n\x06handle\x18\x01 \x01(\r\x12\x0f\n\x07\x63ontext\x18\x02 \x01(\x0c\x12\x1b\n\x03run\x18\x03 \x03(\x0b\x32\x0e.kvtier.v1.Run\x12\x0e\n\x06\x62itmap\x18\x04 \x01(\x08\x12\x0c\n\x04\x62oot\x18\x05 \x01(\x06\"I\n\x0bLookupReply\x12\r\n\x05known\x18\x01 \x03(\r\x12\x0c\n\x04warm\x18\x02 \x03(\r\x12\x0e\n\x06\x62itmap\x18\x03 \x03(\x0c\x12\r\n\x05later\x18\x04 \x01(\x08\"%\n\x0e\x45xplainRequest\x12\x13\n\x0b\x64\x65scription\x18\x01 \x01(\x0c\"-\n\x0c\x45xplainReply\x12\x0c\n\x04line\x18\x01 \x03(\t\x12\x0f\n\x07nearest\x18\x02 \x01(\x0c\"(\n\rStatusRequest\x12\x17\n\x0f\x63heck_integrity\x18\x01 \x01(\x08\"\x1b\n\x0bStatusReply\x12\x0c\n\x04json\x18\x01 \x01(\t\"2\n\x05\x43hunk\x12\x0e\n\x04\x64\x61ta\x18\x01 \x01(\x0cH\x00\x12\x11\n\x07message\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04kind\"=\n\nPutRequest\x12\x1d\n\x04keys\x18\x01 \x01(\x0b\x32\x0f.kvtier.v1.Keys\x12\x10\n\x08\x63hecksum\x18\x02 \x03(\x06\")\n\x08PutReply\x12\r\n\x05known\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x1a\n\x08GetReply\x12\x0e\n\x06nbytes\x18\x01 \x01(\x04\"=\n\nGetTrailer\x12\x10\n\x08\x63hecksum\x18\x01 \x03(\x06\x12\x1d\n\x04stop\x18\x02 \x01(\x0e\x32\x0f.kvtier.v1.Stop\"\x87\x01\n\rNamespaceInfo\x12\x11\n\tnamespace\x18\x01 \x01(\x0c\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\x0c\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x10\n\x08revision\x18\x05 \x01(\t\x12\x0e\n\x06\x62locks\x18\x06 \x01(\x04\x12\r\n\x05\x62ytes\x18\x07 \x01(\x04\"\r\n\x0bListRequest\"8\n\tListReply\x12+\n\tnamespace\x18\x01 \x03(\x0b\x32\x18.kvtier.v1.NamespaceInfo\"\x1b\n\x0bShowRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"H\n\tShowReply\x12&\n\x04info\x18\x01 \x01(\x0b\x32\x18.kvtier.v1.NamespaceInfo\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\x0c\"+\n\x0b\x44iffRequest\x12\x0e\n\x06stored\x18\x01 \x01(\t\x12\x0c\n\x04live\x18\x02 \x01(\t\"\x1b\n\x0b\x44ropRequest\x12\x0c\n\x04name\x18\x01 \x01(\t*9\n\x04Stop\x12\x07\n\x03\x45ND\x10\x00\x12\x08\n\x04MISS\x10\x01\x12\x08\n\x04\x43OLD\x10\x02\x12\x07\n\x03\x43\x41P\x10\x03\x12\x0b\n\x07NO_TIER\x10\x04\x32\xb8\x06\n\x06Kvtier\x12@\n\x08Register\x12\x1a.kvtier.v1.RegisterRequest\x1a\x18.kvtier.v1.RegisterReply\x12:\n\x06Lookup\x12\x18.kvtier.v1.LookupRequest\x1a\x16.kvtier.v1.LookupReply\x12-\n\x08Prefetch\x12\x0f.kvtier.v1.Keys\x1a\x10.kvtier.v1.Count\x12*\n\x05\x46lush\x12\x0f.kvtier.v1.Keys\x1a\x10.kvtier.v1.Count\x12+\n\x06\x44\x65lete\x12\x0f.kvtier.v1.Keys\x1a\x10.kvtier.v1.Count\x12.\n\x03Put\x12\x10.kvtier.v1.Chunk\x1a\x13.kvtier.v1.PutReply(\x01\x12*\n\x03Get\x12\x0f.kvtier.v1.Keys\x1a\x10.kvtier.v1.Chunk0\x01\x12=\n\x07\x45xplain\x12\x19.kvtier.v1.ExplainRequest\x1a\x17.kvtier.v1.ExplainReply\x12:\n\x06Status\x12\x18.kvtier.v1.StatusRequest\x1a\x16.kvtier.v1.StatusReply\x12>\n\x0eListNamespaces\x12\x16.kvtier.v1.ListRequest\x1a\x14.kvtier.v1.ListReply\x12=\n\rShowNamespace\x12\x16.kvtier.v1.ShowRequest\x1a\x14.kvtier.v1.ShowReply\x12\x41\n\x0e\x44iffNamespaces\x12\x16.kvtier.v1.DiffRequest\x1a\x17.kvtier.v1.ExplainReply\x12\x39\n\rDropNamespace\x12\x16.kvtier.v1.DropRequest\x1a\x10.kvtier.v1.Count\x12(\n\x03Pin\x12\x0f.kvtier.v1.Keys\x1a\x10.kvtier.v1.Count\x12*\n\x05Unpin\x12\x0f.kvtier.v1.Keys\x1a\x10.kvtier.v1.Countb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvtier.v1.kvtier_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STOP']._serialized_start=1779
-  _globals['_STOP']._serialized_end=1836
+  _globals['_STOP']._serialized_start=1794
+  _globals['_STOP']._serialized_end=1851
   _globals['_HELLOREQUEST']._serialized_start=37
   _globals['_HELLOREQUEST']._serialized_end=116
   _globals['_HELLOREPLY']._serialized_start=118
@@ -54,39 +54,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LOOKUPREQUEST']._serialized_start=816
   _globals['_LOOKUPREQUEST']._serialized_end=923
   _globals['_LOOKUPREPLY']._serialized_start=925
-  _globals['_LOOKUPREPLY']._serialized_end=983
-  _globals['_EXPLAINREQUEST']._serialized_start=985
-  _globals['_EXPLAINREQUEST']._serialized_end=1022
-  _globals['_EXPLAINREPLY']._serialized_start=1024
-  _globals['_EXPLAINREPLY']._serialized_end=1069
-  _globals['_STATUSREQUEST']._serialized_start=1071
-  _globals['_STATUSREQUEST']._serialized_end=1111
-  _globals['_STATUSREPLY']._serialized_start=1113
-  _globals['_STATUSREPLY']._serialized_end=1140
-  _globals['_CHUNK']._serialized_start=1142
-  _globals['_CHUNK']._serialized_end=1192
-  _globals['_PUTREQUEST']._serialized_start=1194
-  _globals['_PUTREQUEST']._serialized_end=1255
-  _globals['_PUTREPLY']._serialized_start=1257
-  _globals['_PUTREPLY']._serialized_end=1298
-  _globals['_GETREPLY']._serialized_start=1300
-  _globals['_GETREPLY']._serialized_end=1326
-  _globals['_GETTRAILER']._serialized_start=1328
-  _globals['_GETTRAILER']._serialized_end=1389
-  _globals['_NAMESPACEINFO']._serialized_start=1392
-  _globals['_NAMESPACEINFO']._serialized_end=1527
-  _globals['_LISTREQUEST']._serialized_start=1529
-  _globals['_LISTREQUEST']._serialized_end=1542
-  _globals['_LISTREPLY']._serialized_start=1544
-  _globals['_LISTREPLY']._serialized_end=1600
-  _globals['_SHOWREQUEST']._serialized_start=1602
-  _globals['_SHOWREQUEST']._serialized_end=1629
-  _globals['_SHOWREPLY']._serialized_start=1631
-  _globals['_SHOWREPLY']._serialized_end=1703
-  _globals['_DIFFREQUEST']._serialized_start=1705
-  _globals['_DIFFREQUEST']._serialized_end=1748
-  _globals['_DROPREQUEST']._serialized_start=1750
-  _globals['_DROPREQUEST']._serialized_end=1777
-  _globals['_KVTIER']._serialized_start=1839
-  _globals['_KVTIER']._serialized_end=2663
+  _globals['_LOOKUPREPLY']._serialized_end=998
+  _globals['_EXPLAINREQUEST']._serialized_start=1000
+  _globals['_EXPLAINREQUEST']._serialized_end=1037
+  _globals['_EXPLAINREPLY']._serialized_start=1039
+  _globals['_EXPLAINREPLY']._serialized_end=1084
+  _globals['_STATUSREQUEST']._serialized_start=1086
+  _globals['_STATUSREQUEST']._serialized_end=1126
+  _globals['_STATUSREPLY']._serialized_start=1128
+  _globals['_STATUSREPLY']._serialized_end=1155
+  _globals['_CHUNK']._serialized_start=1157
+  _globals['_CHUNK']._serialized_end=1207
+  _globals['_PUTREQUEST']._serialized_start=1209
+  _globals['_PUTREQUEST']._serialized_end=1270
+  _globals['_PUTREPLY']._serialized_start=1272
+  _globals['_PUTREPLY']._serialized_end=1313
+  _globals['_GETREPLY']._serialized_start=1315
+  _globals['_GETREPLY']._serialized_end=1341
+  _globals['_GETTRAILER']._serialized_start=1343
+  _globals['_GETTRAILER']._serialized_end=1404
+  _globals['_NAMESPACEINFO']._serialized_start=1407
+  _globals['_NAMESPACEINFO']._serialized_end=1542
+  _globals['_LISTREQUEST']._serialized_start=1544
+  _globals['_LISTREQUEST']._serialized_end=1557
+  _globals['_LISTREPLY']._serialized_start=1559
+  _globals['_LISTREPLY']._serialized_end=1615
+  _globals['_SHOWREQUEST']._serialized_start=1617
+  _globals['_SHOWREQUEST']._serialized_end=1644
+  _globals['_SHOWREPLY']._serialized_start=1646
+  _globals['_SHOWREPLY']._serialized_end=1718
+  _globals['_DIFFREQUEST']._serialized_start=1720
+  _globals['_DIFFREQUEST']._serialized_end=1763
+  _globals['_DROPREQUEST']._serialized_start=1765
+  _globals['_DROPREQUEST']._serialized_end=1792
+  _globals['_KVTIER']._serialized_start=1854
+  _globals['_KVTIER']._serialized_end=2678
 # @@protoc_insertion_point(module_scope)

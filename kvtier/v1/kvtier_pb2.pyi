@@ -149,14 +149,16 @@ class LookupRequest(_message.Message):
     def __init__(self, handle: _Optional[int] = ..., context: _Optional[bytes] = ..., run: _Optional[_Iterable[_Union[Run, _Mapping]]] = ..., bitmap: bool = ..., boot: _Optional[int] = ...) -> None: ...
 
 class LookupReply(_message.Message):
-    __slots__ = ("known", "warm", "bitmap")
+    __slots__ = ("known", "warm", "bitmap", "later")
     KNOWN_FIELD_NUMBER: _ClassVar[int]
     WARM_FIELD_NUMBER: _ClassVar[int]
     BITMAP_FIELD_NUMBER: _ClassVar[int]
+    LATER_FIELD_NUMBER: _ClassVar[int]
     known: _containers.RepeatedScalarFieldContainer[int]
     warm: _containers.RepeatedScalarFieldContainer[int]
     bitmap: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, known: _Optional[_Iterable[int]] = ..., warm: _Optional[_Iterable[int]] = ..., bitmap: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    later: bool
+    def __init__(self, known: _Optional[_Iterable[int]] = ..., warm: _Optional[_Iterable[int]] = ..., bitmap: _Optional[_Iterable[bytes]] = ..., later: bool = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
     __slots__ = ("description",)
