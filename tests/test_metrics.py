@@ -97,7 +97,7 @@ def test_labels_are_few_and_hold_nothing_of_a_caller(daemon: Watched) -> None:
     for secret in (salt, "secret-model", request_context(None, salt).hex(), content_hash(1).hex(), content_hash(1).hex()[:16]):
         assert secret not in text
     allowed = {
-        "tier": r"cpu|lower|ssd",
+        "tier": r"cpu|lower|ssd|redis",
         "namespace": r"[0-9a-f]{16}|other",
         "transport": r"lane|grpc",
         "verb": r"[a-z]+",

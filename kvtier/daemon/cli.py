@@ -57,6 +57,7 @@ def serve(
     tls_client_ca: Annotated[Path | None, _option("tls_client_ca")] = None,
     metrics: Annotated[str | None, _option("metrics")] = None,
     ssd: Annotated[str | None, _option("ssd")] = None,
+    redis: Annotated[str | None, _option("redis")] = None,
     log_format: Annotated[LogFormat, typer.Option(help="key=value lines, or JSON objects.")] = LogFormat.text,
     check: Annotated[bool, typer.Option("--check", help="Check the settings, print them as JSON and end.")] = False,
     version: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False,
@@ -72,7 +73,8 @@ def serve(
     setup(log_format)
     signals = Signals(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     flags = {"socket": socket, "socket_mode": socket_mode, "users": users or None, "arena_bytes": arena_bytes, "grpc": grpc or None}
-    flags |= {"token_file": token_file, "tls_cert": tls_cert, "tls_key": tls_key, "tls_client_ca": tls_client_ca, "metrics": metrics, "ssd": ssd}
+    flags |= {"token_file": token_file, "tls_cert": tls_cert, "tls_key": tls_key, "tls_client_ca": tls_client_ca}
+    flags |= {"metrics": metrics, "ssd": ssd, "redis": redis}
     try:
         settings = load(config, flags, poison=poison)
         if check:

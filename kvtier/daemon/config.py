@@ -18,6 +18,7 @@ from kvtier.daemon.values import METRICS_HOST, PARSERS, Listen, SsdSettings, Use
 from kvtier.errors import Denied, Invalid
 from kvtier.frames import grpc_beside
 from kvtier.session import ADMIN, WRITE, Peer
+from kvtier.tiers.redis_where import Where
 
 DEFAULT_FILE = Path("/etc/kvtier/kvtier.toml")
 MAX_FILE_BYTES = 64 * 1024
@@ -57,6 +58,14 @@ SETTINGS: tuple[Setting, ...] = (
         "the SSD tier, a table: `path` and `size` of everything in it; `sync` (settled survives a power cut), `write` (bytes a second) and `daily` "
         "(bytes a day) that may be written, `free` bytes left to others on its file system. As a flag: `path=/var/lib/kvtier,size=2TiB`",
     ),
+    Setting(
+        "redis",
+        "--redis",
+        "none",
+        "the Redis tier, a table: `url` (`redis://`, `rediss://` or `unix://`; user and password percent-encoded), `password_file`, `ca`, `cert`, "
+        "`key` (PEM), `cluster`, `sentinel` (what the primary is called), `prefix` of all names, `ttl` in seconds, `timeout` of a call in seconds, "
+        "`connections`, `write` (bytes a second). As a flag: `url=redis://host:6379,password_file=/etc/kvtier/redis`",
+    ),
     Setting("metrics", "--metrics", "off", "where `/metrics`, `/live` and `/ready` listen: a port (on loopback) or `host:port`"),
 )
 _BY_NAME = {setting.name: setting for setting in SETTINGS}
@@ -77,6 +86,7 @@ class Config:
     tls_client_ca: Path | None = None
     metrics: Listen | None = None
     ssd: SsdSettings | None = None
+    redis: Where | None = None
     poison: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:

@@ -22,13 +22,15 @@ from kvtier.daemon import memory
 from kvtier.daemon.config import Config
 from kvtier.daemon.endpoint import Endpoint, Page
 from kvtier.daemon.logs import fields
-from kvtier.errors import Full, KvtierError
+from kvtier.errors import Full, Invalid, KvtierError
 from kvtier.lane import Lane
 from kvtier.service import Service
 from kvtier.session import ADMIN, WRITE, Peer, Sessions
 from kvtier.settler import Budget
 from kvtier.store import Store
 from kvtier.tiering import Tiering
+from kvtier.tiers import Tier
+from kvtier.tiers.redis_where import Where
 from kvtier.tiers.ssd import Ssd
 
 if TYPE_CHECKING:
@@ -39,6 +41,15 @@ SWITCH_INTERVAL = 0.0005  # seconds; with the default 5 ms a client's long looku
 DRAIN = 10.0  # seconds that settling goes on after the last call
 ALIVE = 30.0  # seconds without a beat of the main thread after which /live says no
 log = logging.getLogger(__name__)
+
+
+def _redis(where: Where) -> Tier:
+    """The Redis tier, whose library comes with the extra of that name. Raises Invalid."""
+    try:
+        from kvtier.tiers.redis import Redis
+    except ImportError as error:
+        raise Invalid(f"the setting redis needs what `pip install kvtier[redis]` brings: {error}") from None
+    return Redis(where)
 
 
 class Part(Protocol):
@@ -172,12 +183,23 @@ class Daemon:
             self._reloads["certificates"] = self._certificates.reload
 
     def _build_tiers(self) -> None:
-        """Opens the lower tiers and puts what they hold into the index. Before calls are accepted; undone after they have ended."""
-        ssd = self.config.ssd
-        if ssd is None:
+        """Opens the lower tiers, the fastest first. Before calls are accepted; undone after they have ended."""
+        tiers: list[Tier] = []
+        budgets: dict[str, Budget] = {}
+        try:
+            if (ssd := self.config.ssd) is not None:
+                tiers.append(Ssd(ssd.path, ssd.size, self.store.namespaces.register, sync=ssd.sync, min_free=ssd.free))
+                budgets[tiers[-1].name] = Budget(ssd.write, ssd.daily)
+            if self.config.redis is not None:
+                tiers.append(_redis(self.config.redis))
+                budgets[tiers[-1].name] = Budget(self.config.redis.write)
+        except BaseException:
+            for tier in tiers:
+                tier.close()
+            raise
+        if not tiers:
             return
-        tier = Ssd(ssd.path, ssd.size, self.store.namespaces.register, sync=ssd.sync, min_free=ssd.free)
-        tiering = Tiering(self.store, [tier], {tier.name: Budget(ssd.write, ssd.daily)})
+        tiering = Tiering(self.store, tiers, budgets)
         self._undo.insert(len(self._undo) - 1, lambda: tiering.close(DRAIN))  # after the lane: nothing is sealed any more
         self.service.tiering = tiering
         self._parts["lower tiers"] = tiering

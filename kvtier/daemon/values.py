@@ -18,6 +18,7 @@ from typing import Any
 from kvtier.errors import Invalid
 from kvtier.identity import check_text
 from kvtier.session import ROLES
+from kvtier.tiers import redis_where
 
 MAX_LISTENERS = 8
 MAX_USERS = 1024
@@ -189,14 +190,55 @@ def _ssd(value: Any) -> SsdSettings | None:
         value = {name.strip(): text.strip() for name, _, text in pairs}
     if not isinstance(value, dict) or not {"path", "size"} <= set(value):
         raise Invalid('the SSD tier needs a path and a size: write [ssd] path = "/var/lib/kvtier", size = "2TiB"')
-    known = ("path", "size", "sync", "write", "daily", "free")
-    if odd := next((name for name in value if name not in known), None):
-        raise Invalid(f"ssd has no key {odd[:80]!r}: its keys are {', '.join(known)}")
+    _check_keys("ssd", value, ("path", "size", "sync", "write", "daily", "free"))
     sync = value.get("sync", False)
     if sync not in (True, False, "true", "false"):
         raise Invalid(f"ssd.sync is true or false, not {sync!r:.80}")
     sizes = {name: _size(value[name]) for name in ("size", "write", "daily", "free") if name in value}
     return SsdSettings(path=_path(value["path"]), sync=sync in (True, "true"), **sizes)
+
+
+def _redis(value: Any) -> redis_where.Where | None:
+    """A table, or "key=value,key=value"; "off" for none. No message repeats the url: it may hold a password."""
+    if value == "off":
+        return None
+    if isinstance(value, str):
+        parts: list[str] = []
+        for part in value.split(","):  # the hosts of a url are parted by commas too
+            if parts and not re.match(r"\s*[a-z_]+\s*=", part):
+                parts[-1] += f",{part}"
+            else:
+                parts.append(part)
+        pairs = [part.partition("=") for part in parts]
+        if any(not mark for _, mark, _ in pairs) or len({name.strip() for name, _, _ in pairs}) != len(pairs):
+            raise Invalid("this is not url=redis://host:6379,password_file=/etc/kvtier/redis: write each key once, with its value")
+        value = {name.strip(): text.strip() for name, _, text in pairs}
+    if not isinstance(value, dict) or "url" not in value:
+        raise Invalid('the Redis tier needs a url: write [redis] url = "redis://host:6379"')
+    paths, numbers = ("password_file", "ca", "cert", "key"), {"ttl": int, "timeout": float, "connections": int}
+    _check_keys("redis", value, ("url", *paths, "sentinel", "cluster", "prefix", *numbers, "write"))
+    options: dict[str, Any] = {name: _path(value[name]) for name in paths if name in value}
+    for name in ("sentinel", "prefix"):
+        if name in value:
+            if not isinstance(value[name], str) or not value[name]:
+                raise Invalid(f"redis.{name} is a name, not {value[name]!r:.80}")
+            options[name] = value[name]
+    for name, kind in numbers.items():
+        if name in value:
+            try:
+                options[name] = kind(value[name])
+            except (TypeError, ValueError):
+                raise Invalid(f"redis.{name} is a number, not {value[name]!r:.80}") from None
+    if (cluster := value.get("cluster", False)) not in (True, False, "true", "false"):
+        raise Invalid(f"redis.cluster is true or false, not {cluster!r:.80}")
+    if "write" in value:
+        options["write"] = _size(value["write"])
+    return redis_where.make(value["url"], options | {"cluster": cluster in (True, "true")})
+
+
+def _check_keys(table: str, value: dict[str, Any], known: Sequence[str]) -> None:
+    if odd := next((name for name in value if name not in known), None):
+        raise Invalid(f"{table} has no key {odd[:80]!r}: its keys are {', '.join(known)}")
 
 
 PARSERS: dict[str, Callable[[Any], Any]] = {
@@ -210,5 +252,6 @@ PARSERS: dict[str, Callable[[Any], Any]] = {
     "tls_key": _path,
     "tls_client_ca": _path,
     "ssd": _ssd,
+    "redis": _redis,
     "metrics": _metrics,
 }
