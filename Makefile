@@ -4,10 +4,11 @@
 #   KVTIER_TORCH_INDEX   a package index with CPU builds of torch, asked beside the default one. Without it torch comes from the default
 #                        index, which on Linux may be a CUDA build of several GB.
 #   VLLM_PYTHON          the interpreter for vLLM's environment: 3.11, for which there is a CPU wheel of the torch that it pins
+#   LMCACHE_PYTHON       the same for the environment of LMCache
 #   ARGS                 more arguments for the program behind demo, test or bench
 #
 # Environments, each with a stamp, so that a second run costs nothing: .venv (core and development tools, no torch: it proves that the
-# core runs without), .venv-torch (the same plus torch, for the demo and the tests marked torch) and .venv-vllm (vLLM for CPU).
+# core runs without), .venv-torch (the same plus torch, for the demo and the tests marked torch), .venv-vllm (vLLM for CPU) and .venv-lmcache.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -15,6 +16,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 
 PYTHON ?= python3
+LMCACHE_PYTHON ?= python3.11
 VLLM_PYTHON ?= python3.11
 ARGS ?=
 TORCH_VERSION := 2.13.0
@@ -42,7 +44,7 @@ define make-venv
 @$(1)/bin/python -m pip --version >/dev/null 2>&1 || { echo "making $(1) with $$("$(PYTHON)" --version)"; "$(PYTHON)" -m venv --clear $(1); }
 endef
 
-.PHONY: help demo test test-core test-torch test-full test-vllm fuzz lint format bench proto venv venv-torch clean .venv/core .venv/torch test-kernels aot venv-triton
+.PHONY: help demo test test-core test-torch test-full test-vllm test-lmcache fuzz lint format bench proto venv venv-torch clean .venv/core .venv/torch test-kernels aot venv-triton
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -66,6 +68,11 @@ test-vllm: ## vLLM's real engine on CPU, in an environment of its own; skipped a
 	@code=0; reason=$$(tests/vllm/environment.sh .venv-vllm "$(VLLM_PYTHON)") || code=$$?; \
 	if [ $$code = 3 ]; then echo "test-vllm is SKIPPED: $$reason" >&2; exit 0; fi; \
 	[ $$code = 0 ] && .venv-vllm/bin/python -m pytest -m vllm tests/vllm $(ARGS)
+
+test-lmcache: ## LMCache's real server and storage manager, in an environment of their own; skipped aloud where they cannot run
+	@code=0; reason=$$(tests/lmcache/environment.sh .venv-lmcache "$(LMCACHE_PYTHON)") || code=$$?; \
+	if [ $$code = 3 ]; then echo "test-lmcache is SKIPPED: $$reason" >&2; exit 0; fi; \
+	[ $$code = 0 ] && OMP_NUM_THREADS=1 .venv-lmcache/bin/python -m pytest -m lmcache tests/lmcache $(ARGS)
 
 fuzz: $(CORE) ## a million inputs against everything that reads strangers' bytes (some minutes)
 	@nice -n 10 $(PY) -m tests.fuzz --inputs 1000000 $(ARGS)
@@ -144,5 +151,5 @@ $(TRITON39): pyproject.toml
 	@touch $@
 
 clean: ## remove environments, caches and what builds left
-	rm -rf .venv .venv-torch .venv-vllm .venv-triton36 .venv-triton39 build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-torch .venv-vllm .venv-lmcache .venv-triton36 .venv-triton39 build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find kvtier kernels tests bench -name __pycache__ -type d -prune -exec rm -rf {} +

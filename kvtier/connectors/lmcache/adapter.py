@@ -1,0 +1,270 @@
+"""The L2 adapter that LMCache's storage manager drives: it queues, answers and tells the books; `traffic` moves the bytes.
+
+Its one rule: nothing here waits for the daemon on LMCache's threads, and nothing raises. Each task's id is answered exactly once, by a failure where
+need be. `delete` alone waits, at most DELETE_SECONDS, as LMCache reads the usage right behind it; the deletion goes on by itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import count
+from typing import Any
+
+from lmcache.lmcache_native import Bitmap
+from lmcache.logging import init_logger
+from lmcache.v1.distributed.api import KeyEntry, KeyListPage
+from lmcache.v1.distributed.internal_api import L2StoreResult
+from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
+
+from kvtier.connectors.lmcache.books import Books, Holds
+from kvtier.connectors.lmcache.naming import Space, Spaces, form_of
+from kvtier.connectors.lmcache.settings import KvtierL2AdapterConfig
+from kvtier.connectors.lmcache.tasks import Crew, Desk, Task
+from kvtier.connectors.lmcache.traffic import Item, Traffic
+
+TESTED = "0.5.6"
+LOADERS = 2
+DELETE_SECONDS = 2.0
+CLOSE_SECONDS = 15.0  # longer than any task runs
+log = logging.getLogger(__name__)
+
+
+class KvtierL2Adapter(L2AdapterInterface):
+    """See `docs/lmcache.md`. Made by LMCache, with settings that `KvtierL2AdapterConfig` has checked, or with the plain parameters."""
+
+    config_class_name = "KvtierL2AdapterConfig"
+
+    def __init__(self, config: KvtierL2AdapterConfig | Mapping[str, Any], l1_memory_desc: Any = None) -> None:
+        if not isinstance(config, KvtierL2AdapterConfig):
+            config = KvtierL2AdapterConfig.from_dict(config)
+        super().__init__(max_capacity_bytes=config.max_capacity_bytes)
+        if not logging.getLogger("kvtier").handlers:
+            init_logger("kvtier")  # our log goes where LMCache's goes
+        self._socket = config.socket
+        self._spaces = Spaces(config.descriptions)
+        self._books, self._holds = Books(), Holds()
+        self._counting = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._strangers: set[str] = set()
+        self._traffic = Traffic(config.socket, self._spaces, self._count)
+        ids = count()
+        self._stores: Desk[Any] = Desk(ids)
+        self._lookups: Desk[Any] = Desk(ids)
+        self._loads: Desk[Any] = Desk(ids)
+        self._asking = Crew("lookup", 1, self._release_ended)
+        self._storing = Crew("store", 1)
+        self._loading = Crew("load", LOADERS, self._traffic.release_spent)
+        self._closed = threading.Event()
+        self._asking.give(Task(lambda: self._traffic.begin(self._say), lambda _: None, None))
+
+    # -- event descriptors
+
+    def get_store_event_fd(self) -> int:
+        return self._stores.fileno()
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        return self._lookups.fileno()
+
+    def get_load_event_fd(self) -> int:
+        return self._loads.fileno()
+
+    # -- store
+
+    def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
+        """Objects stay LMCache's and unchanged until the task is answered."""
+        task, keys, objects = self._stores.open(), list(keys), list(objects)
+        self._storing.give(Task(lambda: self._store(keys, objects), lambda answer: self._stores.answer(task, answer), L2StoreResult(False, 0)))
+        return task
+
+    def pop_completed_store_tasks(self) -> dict[int, Any]:
+        return self._stores.fetch_all()
+
+    def _store(self, keys: list[Any], objects: list[Any]) -> Any:
+        """All or nothing is what LMCache is told; what was stored before a failure stays, and is accounted for."""
+        self._meet(keys)
+        done = nbytes = 0
+        for bundle in self._traffic.bundles_of(keys, objects):
+            stored = self._traffic.store(bundle, self._enter)
+            done += stored
+            nbytes += stored * bundle[0].nbytes
+        self._count("stored_objects", done)
+        self._count("stored_bytes", nbytes)
+        self._count("store_failed_objects", len(keys) - done)
+        return L2StoreResult(done == len(keys), nbytes)
+
+    # -- lookup and lock
+
+    def submit_lookup_and_lock_task(self, keys: list[Any], group_layout_descs: Mapping[int, Any]) -> int:
+        task, keys, layouts = self._lookups.open(), list(keys), dict(group_layout_descs)
+        self._asking.give(Task(lambda: self._lookup(keys, layouts), lambda answer: self._lookups.answer(task, answer), Bitmap(len(keys))))
+        return task
+
+    def query_lookup_and_lock_result(self, task_id: int) -> Any | None:
+        return self._lookups.fetch(task_id)
+
+    def submit_unlock(self, keys: list[Any]) -> None:
+        """Only takes a note; the leases end on our own thread."""
+        self._holds.unlock(keys)
+        self._asking.wake()
+
+    def _lookup(self, keys: list[Any], layouts: dict[int, Any]) -> Any:
+        """What the daemon has, in any tier; the leading part of it is held until it is unlocked. A layout that LMCache does not say is that under
+        which this process has stored the key."""
+        self._meet(keys)
+        bitmap = Bitmap(len(keys))
+        said = {group: form_of(layout.shapes, layout.dtypes) for group, layout in layouts.items()}
+        said = {group: form for group, form in said.items() if form.nbytes}
+        forms = [said.get(key.object_group_id) or self._books.space(key) for key in keys]
+        for space, context, items in self._traffic.bundles(keys, forms):
+            known = self._hold(space, context, items)
+            if known is None:
+                self._count("lookup_failures", 1)
+                continue
+            there = [items[at] for at in known]
+            for item in there:
+                bitmap.set(item.at)
+            self._enter(space, there)
+            if there:
+                self._notify_keys_accessed([item.key for item in there])
+            absent = set(range(len(items))) - set(known)
+            self._forget([items[at].key for at in absent if self._books.space(items[at].key) is space])
+        self._count("lookup_objects", len(keys))
+        self._count("lookup_hits", bitmap.popcount())
+        return bitmap
+
+    def _hold(self, space: Space, context: bytes, items: Sequence[Item]) -> list[int] | None:
+        """Which of the items the daemon has; what of them it has warm from the first on is held. None: it does not answer."""
+        hashes = [item.hash for item in items]
+        leases, held, stop = self._traffic.hold(space, context, hashes, self._holds.nbytes)
+        if stop is None:
+            return None
+        if held:
+            self._holds.add([item.key for item in items[:held]], space, leases)
+        rest = self._traffic.known(space, context, hashes[held:], stop)
+        return None if rest is None else [*range(held), *(held + at for at in rest)]
+
+    def _release_ended(self) -> None:
+        self._traffic.release(self._holds.ended())
+
+    # -- load
+
+    def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
+        """Once the task is answered its buffers are not touched any more."""
+        task, keys, objects = self._loads.open(), list(keys), list(objects)
+        self._loading.give(Task(lambda: self._load(keys, objects), lambda answer: self._loads.answer(task, answer), Bitmap(len(keys))))
+        return task
+
+    def query_load_result(self, task_id: int) -> Any | None:
+        return self._loads.fetch(task_id)
+
+    def _load(self, keys: list[Any], objects: list[Any]) -> Any:
+        bitmap = Bitmap(len(keys))
+        for space, context, items in self._traffic.bundles_of(keys, objects):
+            places = self._holds.borrow([item.key for item in items], space)
+            try:
+                self._traffic.copy_held(space, items, places)
+            finally:
+                self._holds.give_back(places)
+            good = [item for item, place in zip(items, places, strict=True) if place is not None]
+            if rest := [item for item, place in zip(items, places, strict=True) if place is None]:
+                more, lost = self._traffic.load((space, context, rest))
+                good += more
+                self._forget([item.key for item in lost])
+            for item in good:
+                bitmap.set(item.at)
+            self._count("loaded_objects", len(good))
+            self._count("loaded_bytes", len(good) * space.nbytes)
+        self._count("load_failed_objects", len(keys) - bitmap.popcount())
+        return bitmap
+
+    # -- what LMCache's eviction, quotas and operators ask for
+
+    def delete(self, keys: list[Any]) -> None:
+        """Makes the daemon forget these objects, for every server and engine that shares it."""
+        done, keys = threading.Event(), list(keys)
+        self._asking.give(Task(lambda: self._delete(keys), lambda _: done.set(), None))
+        done.wait(DELETE_SECONDS)
+
+    def _delete(self, keys: list[Any]) -> None:
+        """A key that this process has not met may be stored in any form of its model that it has."""
+        places: list[tuple[Any, Space]] = []
+        for key in keys:
+            space = self._books.space(key)
+            places += [(key, one) for one in ([space] if space else self._spaces.of_model(key.model_name))]
+        for bundle in self._traffic.bundles([key for key, _ in places], [space for _, space in places]):
+            if self._traffic.delete(bundle):
+                self._forget([item.key for item in bundle[2]])
+
+    def list_l2_keys(self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None) -> Any:
+        """What this process has stored or found since it started: the daemon's own index holds hashes alone."""
+        if page_size <= 0:
+            raise ValueError(f"page_size must be positive, not {page_size}")
+        if cursor is not None and not (cursor.isascii() and cursor.isdigit()):
+            raise ValueError(f"{cursor!r:.80} is not a cursor that this adapter gave")
+        found, after = self._books.page(model_name, page_size, -1 if cursor is None else int(cursor))
+        entries = tuple(KeyEntry(key.to_encoded_object_key(), nbytes) for key, nbytes in found)
+        return KeyListPage(entries, None if after is None else str(after))
+
+    def report_status(self) -> dict[str, Any]:
+        """`is_healthy` speaks of this adapter: an absent daemon costs hits, it is no reason to restart LMCache."""
+        crews = (self._asking, self._storing, self._loading)
+        with self._counting:
+            counts = dict(self._counts)
+        return {
+            "is_healthy": self._closed.is_set() or all(crew.alive for crew in crews),
+            "type": "KvtierL2Adapter",
+            "socket": self._socket,
+            "daemon": "answers" if self._traffic.heart.healthy else "away",
+            "namespaces": {model: base.digest.hex()[:16] for model, base in self._spaces.bases.items()},
+            "objects_met": len(self._books),
+            "locked_objects": len(self._holds),
+            **counts,
+        }
+
+    def close(self) -> None:
+        """Ends tasks, threads and sessions. Tasks that have not begun are answered as failed."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        self._traffic.closing.set()
+        until = time.monotonic() + CLOSE_SECONDS
+        for crew in (self._asking, self._storing, self._loading):
+            crew.close(max(0.1, until - time.monotonic()))
+        self._traffic.release(self._holds.ended(everything=True))
+        self._traffic.close()
+        for desk in (self._stores, self._lookups, self._loads):
+            desk.close()
+
+    # -- the books
+
+    def _enter(self, space: Space, items: Sequence[Item]) -> None:
+        """Tells listeners of what they do not know yet."""
+        fresh, gone = self._books.enter([item.key for item in items], space)
+        if gone:
+            self._notify_keys_deleted([key for key, _ in gone], [nbytes for _, nbytes in gone])
+        if fresh:
+            self._notify_keys_stored(fresh, [space.nbytes] * len(fresh))
+
+    def _forget(self, keys: Sequence[Any]) -> None:
+        """The daemon has these no more."""
+        gone = self._books.remove(keys)
+        if gone:
+            self._notify_keys_deleted([key for key, _ in gone], [nbytes for _, nbytes in gone])
+
+    def _meet(self, keys: Sequence[Any]) -> None:
+        """Says once of each model that nobody has described it."""
+        for model in {key.model_name for key in keys} - self._spaces.bases.keys() - self._strangers:
+            if len(self._strangers) < 64:
+                self._strangers.add(model)
+                log.warning("kvtier: adapter_params has no namespace for the model %r: nothing of it is stored", model)
+
+    def _count(self, name: str, n: int) -> None:
+        with self._counting:
+            self._counts[name] += n
+
+    def _say(self, line: str) -> None:
+        log.info("kvtier: %s", line)

@@ -1,0 +1,347 @@
+"""The bytes' way: objects of LMCache into slots of the daemon and back, one copy each way, straight between its buffers and the mapped arena.
+
+Called from the adapter's own threads, any number at once; every call to the daemon has a deadline and every method one of its own, after which it
+touches no buffer any more. Failures cost objects, never an exception: what is not there, not whole or not in time is left out. What lookups hold
+is at most an eighth of the arena, half of what a session may hold, so that holding never starves moving.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvtier.calls import Body, Lease
+from kvtier.client import Client
+from kvtier.connectors.lmcache.books import Hold
+from kvtier.connectors.lmcache.naming import Form, Space, Spaces, content_hash, context_of, form_of_object
+from kvtier.connectors.tickets import Heart, answered, label
+from kvtier.errors import KvtierError
+from kvtier.layout import Range
+from kvtier.v1 import kvtier_pb2 as pb
+
+CALL_SECONDS = 1.0  # deadline of one call to the daemon
+STORE_SECONDS = 5.0  # for a task whose blocks find no room: then the rest is dropped
+LOAD_SECONDS = 10.0  # for a load, with what has to come up from a lower tier; LMCache's own locks last 300 s
+BATCH_BYTES = 64 << 20  # reserved or leased at once
+HELD_SHARE = 8  # lookups hold at most this part of the arena
+FETCH_AHEAD = 64  # cold blocks on their way at once
+PAUSE, LONGEST_PAUSE = 0.001, 0.05  # seconds until a load looks again whether cold blocks have come
+SHARE_BYTES = 512 << 10  # copies of more are shared with a helper
+STRIDE = 1 << 20  # bytes that are copied in one go
+HELPERS = 1
+MAX_LINES = 5  # of what differs from the nearest namespace
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """An object of a task: its place in the task, its key, and its bytes where it has any."""
+
+    at: int
+    key: Any
+    hash: bytes
+    view: Body | None = None
+
+
+Bundle = tuple[Space, bytes, list[Item]]  # items of one namespace and request context
+
+
+class Copier:
+    """Copies between arrays, with a helper thread for large ones. numpy copies without the interpreter's lock."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(HELPERS, thread_name_prefix="kvtier-copy")
+
+    def copy(self, pairs: Iterable[tuple[Body, Body]]) -> None:
+        """Copies each (to, from), all of them or none is left running."""
+        todo = deque((to[at : at + STRIDE], source[at : at + STRIDE]) for to, source in pairs for at in range(0, source.size, STRIDE))
+
+        def work() -> None:
+            while todo:
+                try:
+                    to, source = todo.popleft()
+                except IndexError:  # the other was quicker
+                    return
+                np.copyto(to, source)
+
+        total = sum(source.size for _, source in todo)
+        helpers: list[Future[None]] = [self._pool.submit(work) for _ in range(HELPERS if total > SHARE_BYTES and len(todo) > 1 else 0)]
+        try:
+            work()
+        finally:
+            todo.clear()
+            for helper in helpers:
+                if not helper.cancel():
+                    helper.result()  # at most one stride away
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+
+class Traffic:
+    """A session with the daemon at `socket`."""
+
+    def __init__(self, socket: str, spaces: Spaces, count: Callable[[str, int], None]) -> None:
+        self._client = Client(f"unix:{socket}")
+        self._spaces, self._count = spaces, count
+        self._copier = Copier()
+        self._spent: deque[Lease] = deque()  # of loads, copied out of and not released yet
+        self._may_hold: int | None = None  # bytes; None: not asked yet
+        self.closing = threading.Event()
+        self.heart = Heart(self._client, "lmcache")
+
+    def close(self) -> None:
+        """Ends the session; what it held is the daemon's again."""
+        self.closing.set()
+        self.heart.stop()
+        self._copier.close()
+        self.release_spent()
+        self._client.close()
+
+    # -- bundles
+
+    def bundles(self, keys: Sequence[Any], forms: Sequence[Form | Space | None], objects: Sequence[Any] | None = None) -> list[Bundle]:
+        """The keys by namespace and context, in order. Left out: what has no namespace, and objects that are not as large as their shapes say."""
+        found: dict[tuple[int, bytes], Bundle] = {}
+        for at, (key, form) in enumerate(zip(keys, forms, strict=True)):
+            space = self._spaces.find(key.model_name, form) if isinstance(form, Form) else form
+            if space is None:
+                continue
+            view = None
+            if objects is not None:
+                view = np.frombuffer(objects[at].byte_array, np.uint8)
+                if view.size != space.nbytes:
+                    self._count("wrong_size_objects", 1)
+                    continue
+            context = context_of(key.cache_salt)
+            found.setdefault((id(space), context), (space, context, []))[2].append(Item(at, key, content_hash(key), view))
+        return list(found.values())
+
+    def bundles_of(self, keys: Sequence[Any], objects: Sequence[Any]) -> list[Bundle]:
+        """The same for keys that come with their objects."""
+        return self.bundles(keys, [form_of_object(one) for one in objects], objects)
+
+    # -- store
+
+    def store(self, bundle: Bundle, stored: Callable[[Space, Sequence[Item]], None]) -> int:
+        """Stores a bundle's items in order, and tells `stored` of each batch. How many are in the daemon now, counted from the front."""
+        space, context, items = bundle
+        until, size, done = time.monotonic() + STORE_SECONDS, max(1, BATCH_BYTES // space.slot_bytes), 0
+        while done < len(items) and self.heart.healthy and not self.closing.is_set():
+            batch = items[done : done + size]
+            got, reason = self._fill(space, context, batch)
+            if got:
+                stored(space, batch[:got])
+                done += got
+            if got == len(batch):
+                continue
+            if not reason.startswith("full") or time.monotonic() > until:
+                self._count(f"store_dropped_{label(reason)}", len(items) - done)
+                break
+            if len(batch) > 1:
+                size = max(1, len(batch) // 2)
+            else:
+                self.closing.wait(0.005)
+        return done
+
+    def _fill(self, space: Space, context: bytes, items: Sequence[Item]) -> tuple[int, str]:
+        """Reserves, copies and seals: (how many leading items are stored, the reason why not all)."""
+        got, reason = len(items), ""
+        for part, (low, high) in zip(space.ranges, space.cuts, strict=True):
+            hashes = b"".join(item.hash for item in items[:got])
+            with self._client.fill(space.registered, hashes, range_=part, context=context, deadline=CALL_SECONDS) as slots:
+                if slots.reason:
+                    self.heart.judge(slots.reason)
+                    return 0, slots.reason
+                pairs = [(slot, item.view[low:high]) for slot, item in zip(slots, items, strict=False) if slot is not None and item.view is not None]
+                self._copier.copy(pairs)
+                for slot, _ in pairs:
+                    slot[high - low :] = 0
+            if slots.sealed < got:
+                got, reason = slots.sealed, slots.reason
+            if not got:
+                break
+        return got, reason
+
+    # -- lookup
+
+    def known(self, space: Space, context: bytes, hashes: Sequence[bytes], stop: int = 0) -> list[int] | None:
+        """Which of these the daemon has whole, in any tier. None: it does not answer. `stop` = pb.MISS: it has said that the first is not there."""
+        found: list[int] = []
+        first_missing = 0
+        if stop != pb.MISS:
+            leading = self._leading(space, context, [hashes])
+            if leading is None:
+                return None
+            found, first_missing = list(range(leading[0])), leading[0]
+        rest = range(first_missing + 1, len(hashes))
+        single = self._leading(space, context, [hashes[at : at + 1] for at in rest])
+        if single is None:
+            return None
+        return found + [at for at, there in zip(rest, single, strict=True) if there]
+
+    def _leading(self, space: Space, context: bytes, lists: Sequence[Sequence[bytes]]) -> list[int] | None:
+        """For each list how many leading entries have all their pieces."""
+        if not self.heart.healthy:
+            return None
+        if not any(lists):
+            return [0] * len(lists)
+        runs: list[tuple[Range, bytes]] = [(part, b"".join(hashes)) for hashes in lists for part in space.ranges]
+        answers = self._client.lookup_runs(space.registered, runs, context=context, deadline=CALL_SECONDS)
+        if not all(self.heart.judge(answer.reason) for answer in answers):
+            return None
+        each = len(space.ranges)
+        return [min(answers[at : at + each]) for at in range(0, len(answers), each)]
+
+    def hold(self, space: Space, context: bytes, hashes: Sequence[bytes], held_bytes: int) -> tuple[list[Lease], int, int | None]:
+        """Leases leading blocks, as far as there is room beside `held_bytes`, and starts to bring up those behind that are cold.
+
+        (the leases, one for each piece; how many blocks each has at least; where the next one stands: pb.MISS, another stop, 0 where it was not
+        asked for, None where the daemon does not answer)
+        """
+        most = max(0, self._room() - held_bytes) // space.slot_bytes
+        leases: list[Lease] = []
+        held, stop = min(len(hashes), most), 0
+        for part in space.ranges if held else ():
+            lease = self._client.lease(space.registered, b"".join(hashes[:held]), range_=part, context=context, deadline=CALL_SECONDS)
+            leases.append(lease.__enter__())
+            if len(lease) == held:
+                continue
+            held, stop = len(lease), lease.stop
+            if not self.heart.judge(lease.reason):
+                self.release(leases)
+                return [], 0, None
+            if stop == pb.COLD:
+                self._fetch(space, context, hashes[held:], space.ranges)
+        if not held:
+            self.release(leases)
+            return [], 0, stop
+        return leases, held, stop
+
+    def _room(self) -> int:
+        """Bytes that lookups may hold in all."""
+        if not self.heart.healthy:
+            self._may_hold = None  # it may come back with another arena
+            return 0
+        if self._may_hold is None:
+            try:
+                self._may_hold = int(self._client.status(deadline=CALL_SECONDS)["arena_bytes"]) // HELD_SHARE
+            except KvtierError as error:
+                self.heart.judge(str(error))
+        return self._may_hold or 0
+
+    def release(self, leases: Iterable[Lease]) -> None:
+        """Ends leases."""
+        for lease in leases:
+            lease.__exit__(None, None, None)
+
+    def _fetch(self, space: Space, context: bytes, hashes: Sequence[bytes], parts: Sequence[Range]) -> bool:
+        """Starts promoting the next cold blocks. Whether the daemon answered."""
+        ahead = b"".join(hashes[: max(1, FETCH_AHEAD // len(space.ranges))])
+        for part in parts:
+            answer = self._client.prefetch(space.registered, ahead, range_=part, context=context, deadline=CALL_SECONDS)
+            if not self.heart.judge(answer.reason):
+                return False
+        return True
+
+    # -- load
+
+    def load(self, bundle: Bundle) -> tuple[list[Item], list[Item]]:
+        """Copies a bundle's items into their buffers: (those that are whole in theirs, those that the daemon has no more)."""
+        space, context, left = bundle
+        until, pause, size = time.monotonic() + LOAD_SECONDS, PAUSE, max(1, BATCH_BYTES // space.slot_bytes)
+        good: list[Item] = []
+        lost: list[Item] = []
+        while left and self.heart.healthy and not self.closing.is_set() and time.monotonic() < until:
+            got, stop, reason = self._read(space, context, left[:size])
+            good += left[:got]
+            whole = got == len(left[:size])
+            left = left[got:]
+            if whole:
+                continue
+            if not answered(reason):
+                self.heart.judge(reason)
+            elif stop == pb.COLD:
+                pause = PAUSE if got else min(LONGEST_PAUSE, 2 * pause)
+                self._fetch(space, context, [item.hash for item in left], space.ranges)
+                self.closing.wait(pause)
+            elif stop == pb.CAP:
+                self.closing.wait(0.0 if got else 0.005)  # our own loads hold all we may: they end
+            else:
+                self.closing.wait(PAUSE)
+                known = self.known(space, context, [item.hash for item in left], stop)
+                if known is None:
+                    break
+                there = {left[at].at for at in known}
+                lost += [item for item in left if item.at not in there]
+                left = [item for item in left if item.at in there]
+        return good, lost
+
+    def _read(self, space: Space, context: bytes, items: Sequence[Item]) -> tuple[int, int, str]:
+        """Leases and copies: (how many leading items are whole in their buffers, where and why the lease stopped)."""
+        got, stop, reason = len(items), 0, ""
+        self.release_spent()
+        for part, (low, high) in zip(space.ranges, space.cuts, strict=True):
+            hashes = b"".join(item.hash for item in items[:got])
+            blocks = self._client.lease(space.registered, hashes, range_=part, context=context, deadline=CALL_SECONDS).__enter__()
+            try:
+                pairs = zip(items, blocks, strict=False)
+                self._copier.copy((item.view[low:high], body[: high - low]) for item, body in pairs if item.view is not None)
+                if len(blocks) < got:
+                    got, stop, reason = len(blocks), blocks.stop, blocks.reason
+            finally:
+                self._spent.append(blocks)
+            if not got:
+                break
+        return got, stop, reason
+
+    def release_spent(self) -> None:
+        """Ends the leases of loads. Called once their task is answered: it costs a call that LMCache need not wait for."""
+        while self._spent:
+            try:
+                lease = self._spent.popleft()
+            except IndexError:  # another thread was quicker
+                return
+            lease.__exit__(None, None, None)
+
+    def copy_held(self, space: Space, items: Sequence[Item], places: Sequence[tuple[Hold, int] | None]) -> None:
+        """Copies items out of what a lookup holds, without a word to the daemon."""
+        self._copier.copy(
+            (item.view[low:high], place[0].leases[piece][place[1]][: high - low])
+            for item, place in zip(items, places, strict=True)
+            if item.view is not None and place is not None
+            for piece, (low, high) in enumerate(space.cuts)
+        )
+
+    # -- delete
+
+    def delete(self, bundle: Bundle) -> bool:
+        """Makes the daemon forget a bundle's items, for everyone. Whether it answered."""
+        space, context, items = bundle
+        hashes = b"".join(item.hash for item in items)
+        return all(
+            self.heart.judge(self._client.delete(space.registered, hashes, range_=part, context=context, deadline=CALL_SECONDS).reason)
+            for part in space.ranges
+        )
+
+    # -- the beginning
+
+    def begin(self, say: Callable[[str], None]) -> None:
+        """Connects, says how each namespace differs from what the daemon has, and starts the heart. An absent daemon is no fault."""
+        known = [self._client.register(base) for base in self._spaces.bases.values()]
+        for model, registered in zip(self._spaces.bases, known, strict=True):
+            say(f"namespace {registered.digest.hex()[:16]} for {model}")
+            try:
+                for line in self._client.explain(registered.description, deadline=CALL_SECONDS)[:MAX_LINES]:
+                    say(f"{model}: {line}")
+            except KvtierError as error:
+                say(f"the daemon does not answer yet: {error}")
+                break
+            self._client.lookup(registered, bytes(registered.hash_bytes))  # makes the daemon know it, so that it can be explained
+        self.heart.start(known[0])
