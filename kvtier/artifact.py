@@ -43,6 +43,7 @@ FORMAT = 1  # version of the manifest's schema
 MANIFEST = "manifest.json"
 SCALES = "scales.safetensors"
 MAX_MANIFEST_BYTES = 256 * 1024
+LEAST_SCALE, MOST_SCALE = 2.0**-64, 2.0**119  # what the quantizer takes as a static scale; an artifact may hold others, of another quantizer
 
 _PERSON_SCALES = b"kvtier.scales.1"
 _PERSON_ARTIFACT = b"kvtier.art.1"
@@ -233,6 +234,31 @@ def load(directory: str | os.PathLike[str]) -> Artifact:
         if artifact.canonical != raw:
             raise Invalid("not in canonical form (sorted keys, no spaces, no duplicate keys)")
     return artifact
+
+
+def rank_heads(heads: int, ranks: int, rank: int) -> tuple[int, int]:
+    """The KV heads [lo, hi) of one tensor-parallel rank: a whole share, or one head that ranks / heads of them hold together. Raises Invalid
+    where neither divides the other: a share is never cut."""
+    check_int("ranks", ranks, 1, 65536)
+    check_int("rank", rank, 0, ranks - 1)
+    if heads % ranks == 0:
+        each = heads // ranks
+        return rank * each, (rank + 1) * each
+    if ranks % heads:
+        raise Invalid(f"{heads} KV heads cannot be shared by {ranks} ranks")
+    return rank // (ranks // heads), rank // (ranks // heads) + 1
+
+
+def rank_scales(artifact: Artifact, ranks: int, rank: int) -> dict[tuple[int, str], NDArray[np.float32]]:
+    """The scales that one tensor-parallel rank loads: those of its heads; one for the tensor as it is."""
+    found = {}
+    for (layer, part), values in artifact.scales.items():
+        if artifact.parts[part].granularity == "tensor":
+            found[layer, part] = values
+        else:
+            low, high = rank_heads(values.size, ranks, rank)
+            found[layer, part] = values[low:high]
+    return found
 
 
 def diff(stored: Artifact, live: Artifact, most: int = 50) -> list[Difference]:

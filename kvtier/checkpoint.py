@@ -8,7 +8,6 @@ engine. Both use `settings_of`. Pure reading: blocks on disk, imports no engine 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -19,12 +18,12 @@ from kvtier.errors import Invalid
 from kvtier.fingerprint import resolve_revision
 from kvtier.identity import Description, HashScheme, f32_hex, f64_hex
 from kvtier.layout import Group, Layer, Layout, Part
+from kvtier.scale_names import parse
 from kvtier.tensors import Tensor, naming, open_regular, read_header, read_whole, to_f32
 
 VLLM_SEED = "vllm-none-hash"  # what vLLM 0.32 and 0.33 start cryptographic hashes from unless PYTHONHASHSEED is set
 MAX_CONFIG_BYTES = 8 * 2**20
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-_SCALE = re.compile(r"\.(\d+)\..*?(?:attn|attention)\.(?:attn\.)?(?:(k)_proj\.k|(v)_proj\.v|(k)|(v)|(kv))_scale$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,14 +160,14 @@ def _scales(root: Path, layers: int, heads: int, cpu: bool) -> tuple[dict[str, s
     for file in sorted(root.glob("*.safetensors")):
         spans, _ = read_header(file)
         for name, span in spans.items():
-            match = _SCALE.search(name)
-            if match is None:
+            said = parse(name)
+            if said is None or said.zero_point or said.part == "q":
                 continue
             with open_regular(file) as stream, naming(file):
                 stream.seek(span.start)
                 values = to_f32(Tensor(span.dtype, span.shape, stream.read(span.nbytes))).flatten().tolist()
-            for part in "kv" if match[6] else next(group for group in match.groups()[1:5] if group):
-                found[int(match[1]), part] = values
+            for part in said.part:  # "kv" is one scale for both
+                found[said.layer, part] = values
     if not found:
         return {}, "tensor"
     counts = {len(values) for values in found.values()}

@@ -26,6 +26,7 @@ from typing import BinaryIO
 
 from kvtier.errors import Invalid
 from kvtier.identity import check_revision, check_text
+from kvtier.scale_names import is_scale
 from kvtier.tensors import open_regular, read_header, read_whole
 
 SAMPLES = 16
@@ -42,7 +43,6 @@ _PERSON_FILE = b"kvtier.file.1"
 _PERSON_MODEL = b"kvtier.print.1"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_SCALE = re.compile(r"(?:^|[._])(?:k|v|q|kv)_scale$")
 _HEX64 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -167,7 +167,7 @@ def _hash_file(path: Path, full: bool) -> str:
         hasher = blake2b(before.st_size.to_bytes(8, "little"), digest_size=32, person=_PERSON_FILE)
         if path.suffix.lower() == ".safetensors":
             spans, head = read_header(path)
-            scales = [spans[name] for name in sorted(spans) if _is_scale(name)]
+            scales = [spans[name] for name in sorted(spans) if is_scale(name)]
             pieces = [(0, len(head)), *((span.start, span.nbytes) for span in scales), *_samples(before.st_size)]
         elif _is_weights(path):
             pieces = list(_samples(before.st_size))
@@ -180,10 +180,6 @@ def _hash_file(path: Path, full: bool) -> str:
         if _stamp(os.fstat(file.fileno())) != _stamp(before) or _stamp(os.stat(path)) != _stamp(before):
             raise Invalid(f"{path} changed while it was read: try again when it is complete")
     return hasher.hexdigest()
-
-
-def _is_scale(name: str) -> bool:
-    return bool(_SCALE.search(name)) or (name.endswith("_scale") and "attn" in name.replace("attention", "attn"))
 
 
 def _samples(size: int) -> Iterator[tuple[int, int]]:

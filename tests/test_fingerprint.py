@@ -287,7 +287,7 @@ def test_a_scale_between_two_samples_counts_and_a_weight_there_only_when_full(mo
     ],
 )
 def test_which_tensors_are_scales_of_attention(name: str, scale: bool) -> None:
-    assert module._is_scale(name) is scale
+    assert module.is_scale(name) is scale
 
 
 @pytest.mark.parametrize("change", ["add", "remove", "rename", "longer"])

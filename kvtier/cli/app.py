@@ -69,7 +69,7 @@ class Common:
             yield client
 
 
-def command(name: str = "") -> Callable[[Callable[..., Exit]], Callable[..., None]]:
+def command(name: str = "", to: typer.Typer = app) -> Callable[[Callable[..., Exit]], Callable[..., None]]:
     """Registers a function as a command and turns errors into exit codes. A parameter that is a dataclass (`Common`, ...) stands for its fields."""
 
     def register(function: Callable[..., Exit]) -> Callable[..., None]:
@@ -86,7 +86,7 @@ def command(name: str = "") -> Callable[[Callable[..., Exit]], Callable[..., Non
         keyword = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in flat]
         run.__signature__ = inspect.Signature(keyword)  # type: ignore[attr-defined]
         run.__annotations__ = {p.name: p.annotation for p in keyword}
-        app.command(name or function.__name__.replace("_", "-"))(run)
+        to.command(name or function.__name__.replace("_", "-"))(run)
         return run
 
     return register
@@ -124,7 +124,7 @@ def top(version: Annotated[bool, typer.Option("--version", help="Print the versi
 
 def main() -> None:
     """Entry point of `kvtier`."""
-    from kvtier.cli import blocks, checkpoint, doctor, fsck, namespaces, plan, tokens  # noqa: F401  they register their commands
+    from kvtier.cli import artifact, blocks, checkpoint, doctor, fsck, namespaces, plan, tokens  # noqa: F401  they register their commands
 
     logging.getLogger("kvtier").addHandler(logging.NullHandler())  # what the client would log is said once, by the command
     app()
