@@ -1,6 +1,6 @@
 """Blocks copied through the lane, and the same copies without the store: the `copy` case of `planes`.
 
-Put goes through `Client.put`; get with copy is a lease whose blocks are copied into a pool that exists already, as an engine's staging buffer does.
+Put goes through `Client.put`; get with copy is `Client.get` into a pool that exists already, as an engine's staging buffer does.
 What comes back is compared with what was put.
 """
 
@@ -47,10 +47,9 @@ class Copier:
     def get(self) -> None:
         self.turn += 1
         hashes, to = self.recent[self.turn % len(self.recent)]
-        with self.live.client.lease(self.live.namespace, hashes, deadline=DEADLINE) as blocks:
-            assert len(blocks) == BATCH, f"{len(blocks)} of {BATCH} blocks: {blocks.reason}"
-            for i, body in zip(to, blocks, strict=True):
-                np.copyto(self.target[i], body)
+        into = [self.target[i] for i in to]
+        blocks = self.live.client.get(self.live.namespace, hashes, deadline=DEADLINE, into=into)
+        assert len(blocks) == BATCH, f"{len(blocks)} of {BATCH} blocks: {blocks.reason}"
 
     def copy_in(self) -> None:
         blocks = next(self.ins)

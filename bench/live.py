@@ -23,13 +23,14 @@ from google.protobuf.message import Message
 from bench.empty import Frames, Options
 from bench.harness import Child, KiB, now, progress
 from kvtier.client import Client
-from kvtier.connection import Attachment, _Socket
+from kvtier.connection import Attachment
 from kvtier.daemon.config import MIN_ARENA
 from kvtier.frames import HEADER, MAX_BODY, Verb, pack, receive
 from kvtier.identity import CHAIN, Description, HashScheme
 from kvtier.layout import HEADER_BYTES, SLOT_ALIGN, opaque, pad
 from kvtier.slabs import MIN_SLABS, SLAB_BYTES, Slabs
 from kvtier.v1 import kvtier_pb2 as pb
+from kvtier.wire import Wire
 
 BATCH = 32
 HASH = 32  # bytes of one content hash
@@ -203,7 +204,7 @@ class Raw:
 
     def __init__(self, live: Live) -> None:
         self.attachment = live.client._connection.attach(DEADLINE)
-        self._socket = _Socket(str(live.path), pb.HelloRequest(protocol=1, session=self.attachment.session), DEADLINE)
+        self._socket = Wire(str(live.path), pb.HelloRequest(protocol=1, session=self.attachment.session), DEADLINE)
         self.sock = self._socket.sock
         self._buffer = memoryview(bytearray(HEADER.size + MAX_BODY))
         self.block_bytes = live.namespace.extents().block_bytes
@@ -228,21 +229,18 @@ class Raw:
 
 
 def measure_calls(live: Live) -> Calls:
-    """Frame sizes of one real put and one real get of a batch, read off the client while it makes them."""
-    connection = live.client._connection
-    real, sizes = connection.call, {}
+    """Frame sizes of one real put and one real get of a batch, each call with its answer."""
+    hashes = fresh()
+    with closing(Raw(live)) as raw:
 
-    def spy(attachment: Attachment, verb: int, body: bytes, deadline: float) -> bytes:
-        reply = real(attachment, verb, body, deadline)
-        sizes[verb] = Frames(len(body), len(reply))
-        return reply
+        def measure(verb: Verb, message: Message) -> Frames:
+            raw.send(verb, message)
+            return Frames(message.ByteSize(), len(raw.answer()))
 
-    connection.call = spy  # type: ignore[method-assign]
-    try:
-        live.getter(live.fill(BATCH))()
-    finally:
-        del connection.call
-    return Calls(*(sizes[verb] for verb in (Verb.RESERVE, Verb.SEAL, Verb.LEASE, Verb.RELEASE)))
+        keys = raw.keys(hashes, reserve=True)
+        writing = measure(Verb.RESERVE, keys), measure(Verb.SEAL, pb.Held(id=keys.id))
+        keys = raw.keys(hashes)
+        return Calls(*writing, measure(Verb.LEASE, keys), measure(Verb.RELEASE, pb.Held(id=keys.id)))
 
 
 class Peer(Child):

@@ -136,7 +136,7 @@ class Transport(Protocol):
     def fill(self, ns: Registered, hashes: Hashes, range_: Range, context: bytes, deadline: float | None) -> Fill:
         """See Client.fill."""
 
-    def get(self, ns: Registered, hashes: Hashes, range_: Range, context: bytes, deadline: float) -> Bodies:
+    def get(self, ns: Registered, hashes: Hashes, range_: Range, context: bytes, deadline: float, into: Sequence[Body] | None = None) -> Bodies:
         """See Client.get."""
 
     def put(self, ns: Registered, hashes: Hashes, bodies: Sequence[Any], range_: Range, context: bytes, deadline: float) -> Answer:

@@ -1,6 +1,6 @@
 """How a client hangs on to a daemon: sockets, the session they share, the mapped arena, and what to do when any of it goes away.
 
-Connects on first use. One outstanding call per socket; threads share a small pool. An idle *anchor* socket keeps the session when a call's own
+Connects on first use. Threads share a small pool of sockets (`wire`). An idle *anchor* socket keeps the session when a call's own
 socket breaks or times out, and tells at once when the daemon goes: then the old arena is unmapped as soon as no lease or fill is open on it, and
 only then is the next daemon's mapped (memory never doubles). After a failure the next attempt waits a jittered 50 ms to 1 s; calls in
 between fail at once. After fork the child has no connection, no views and starts afresh. Thread-safe.
@@ -8,26 +8,26 @@ between fail at once. After fork the child has no connection, no views and start
 
 from __future__ import annotations
 
-import array
 import itertools
 import json
 import logging
 import os
 import random
-import socket
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from google.protobuf.message import DecodeError
 
 from kvtier import frames
 from kvtier.arena import POPULATE_STEP, Mapping
-from kvtier.errors import Deadline, Invalid, KvtierError, NotFound, Unavailable, from_code
+from kvtier.errors import Deadline, KvtierError, NotFound, Unavailable
 from kvtier.frames import Verb
 from kvtier.v1 import kvtier_pb2 as pb
+from kvtier.wire import MAX_POSTED, Answered, Wire, forget_all
 
 MAX_SOCKETS = 16  # calls of one client under way at once; more wait within their deadline
 MAX_DEBTS = 4096  # as many ids as a session may have open
@@ -39,105 +39,6 @@ _TICK = 1.0  # seconds between looks at debts
 log = logging.getLogger(__name__)
 
 
-class _Socket:
-    """One lane socket after its hello. Not thread-safe: the pool lends it to one call at a time."""
-
-    def __init__(self, path: str, hello: pb.HelloRequest, deadline: float) -> None:
-        """Connects and says hello. Raises Unavailable, Deadline or what the daemon answers. `fd` is the arena's, if it was asked for and given."""
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        self._deadline = 0.0
-        self._requests = itertools.count(1)
-        self.fd: int | None = None
-        _sockets.add(self)
-        try:
-            self._set_deadline(deadline)
-            self.sock.connect(path)
-            pidfd = os.pidfd_open(os.getpid())
-            try:
-                body = frames.pack(Verb.HELLO, 0, int(deadline * 1000), hello.SerializeToString())
-                self.sock.sendmsg([body], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [pidfd]))])
-            finally:
-                os.close(pidfd)
-            self.boot, self.hello = self._read_hello(deadline)
-        except BlockingIOError:
-            self.close()
-            raise Deadline(f"the daemon at {path} did not answer within {deadline:g} s") from None
-        except (OSError, frames.Closed) as error:
-            self.close()
-            raise Unavailable(f"no daemon at {path}: {getattr(error, 'strerror', None) or 'it closed the connection'}") from None
-        except Invalid as error:  # nothing the caller can mend
-            self.close()
-            raise Unavailable(f"no daemon of this version at {path}: {error}") from None
-        except BaseException:
-            self.close()
-            raise
-        self._buffer = frames.Buffer()
-
-    def _read_hello(self, deadline: float) -> tuple[int, pb.HelloReply]:
-        data, ancillary, _, _ = self.sock.recvmsg(frames.MAX_HELLO, socket.CMSG_LEN(4), socket.MSG_CMSG_CLOEXEC)
-        for level, kind, payload in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                self.fd = array.array("i", payload[:4])[0]
-        if not data:
-            raise frames.Closed
-        buffer = memoryview(bytearray(frames.HEADER.size + frames.MAX_HELLO))
-        buffer[: len(data)] = data
-        status, _, boot, body = frames.continue_receive(self.sock, buffer, len(data), deadline)
-        if status:
-            raise from_code(status, bytes(body).decode(errors="replace"))
-        return boot, pb.HelloReply.FromString(bytes(body))
-
-    def call(self, verb: int, body: bytes, deadline: float) -> bytes:
-        """One call. Raises _Answered with the error that the daemon answered (the socket stays good).
-
-        Raises Deadline or Unavailable when the transport failed: the socket must be closed then.
-        """
-        if deadline != self._deadline:
-            self._set_deadline(deadline)
-        request = next(self._requests)
-        try:
-            self.sock.sendall(frames.pack(verb, request, int(deadline * 1000), body))
-            status, answered, _, reply = self._buffer.receive(self.sock, deadline)
-        except (BlockingIOError, TimeoutError, frames.Idle):
-            raise Deadline(f"no answer within {deadline * 1000:g} ms") from None
-        except (OSError, frames.Closed, KvtierError) as error:
-            raise Unavailable(f"the connection broke: {str(error) or 'closed by the daemon'}") from None
-        if answered != request:
-            raise Unavailable("the daemon answered another call")
-        if status:
-            raise _Answered(from_code(status, bytes(reply).decode(errors="replace")))
-        answer = bytes(reply)
-        self._buffer.done()
-        return answer
-
-    def close(self) -> None:
-        """Ends the connection and wakes whoever reads from it."""
-        try:
-            self.sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # not connected
-        self.forget()
-
-    def forget(self) -> None:
-        """Closes this process's descriptors and no more: in a fork child, where the parent's connection lives on."""
-        self.sock.close()
-        if self.fd is not None:
-            os.close(self.fd)
-            self.fd = None
-
-    def _set_deadline(self, deadline: float) -> None:
-        frames.set_timeouts(self.sock, deadline, deadline)
-        self._deadline = deadline
-
-
-class _Answered(Exception):
-    """Carries an error that the daemon answered with: the call failed, the socket is fine."""
-
-    def __init__(self, error: KvtierError) -> None:
-        super().__init__(error)
-        self.error = error
-
-
 class Unmappable(Unavailable):
     """The daemon answers, but its memory cannot be mapped here: gRPC is the way."""
 
@@ -145,7 +46,7 @@ class Unmappable(Unavailable):
 class Attachment:
     """One session with one life of a daemon: boot id, session id, mapping. `users` counts open leases and fills on the mapping."""
 
-    def __init__(self, anchor: _Socket) -> None:
+    def __init__(self, anchor: Wire) -> None:
         """Takes over the anchor's file descriptor. Raises Unmappable."""
         if anchor.fd is None:
             raise Unmappable("the daemon cannot watch this process (no pidfd), so it does not share its memory")
@@ -161,9 +62,9 @@ class Attachment:
         self.ids = itertools.count(1)
         self.users = 0
         self.gone = False
-        self.debts: deque[tuple[int, int]] = deque(maxlen=MAX_DEBTS)  # (verb, id): releases and aborts that got no answer
+        self.debts: deque[tuple[int, int]] = deque(maxlen=MAX_DEBTS)  # (verb, id): releases and aborts that may not have arrived
         self.anchor = anchor
-        self.idle: deque[_Socket] = deque()
+        self.idle: deque[Wire] = deque()
 
 
 class Connection:
@@ -230,7 +131,7 @@ class Connection:
         """A new session and its mapping. Whatever goes wrong ends this thread's turn: another may try after a pause."""
         anchor = None
         try:
-            anchor = _Socket(self.path, hello, deadline)
+            anchor = Wire(self.path, hello, deadline)
             return Attachment(anchor)
         except BaseException as error:
             if anchor is not None:
@@ -242,17 +143,52 @@ class Connection:
 
     def call(self, attachment: Attachment, verb: int, body: bytes, deadline: float) -> bytes:
         """One call on a socket of this attachment. Raises KvtierError of any kind. A socket that breaks is not the end: the anchor tells that."""
-        sock, deadline = self._borrow(attachment, deadline)
+        wire, deadline = self._borrow(attachment, deadline)
         try:
-            reply = sock.call(verb, body, deadline)
-        except _Answered as answered:
-            self._give_back(attachment, sock)
+            reply = wire.call(verb, body, deadline)
+        except Answered as answered:
+            self._give_back(attachment, wire)
             raise answered.error from None
         except BaseException:
-            self._give_back(attachment, sock, broken=True)
+            self._give_back(attachment, wire, broken=True)
             raise
-        self._give_back(attachment, sock)
+        self._give_back(attachment, wire)
         return reply
+
+    @contextmanager
+    def several(self, attachment: Attachment, deadline: float) -> Iterator[Wire]:
+        """A wire of this attachment for calls that overlap. The caller reads every answer; one that it leaves unread costs the wire."""
+        wire, _ = self._borrow(attachment, deadline)
+        broken = True
+        try:
+            yield wire
+            broken = False
+        except Answered:
+            broken = False
+            raise
+        finally:
+            self._give_back(attachment, wire, broken=broken or wire.waiting > 0)
+
+    def release(self, attachment: Attachment, ids: Sequence[int], deadline: float) -> None:
+        """Ends leases without waiting for an answer. Never raises. What may not have arrived is a debt, as in `finish`."""
+        if attachment.gone:
+            return
+        try:
+            wire, _ = self._borrow(attachment, deadline)
+        except KvtierError:
+            attachment.debts.extend((Verb.RELEASE, id_) for id_ in ids)
+            return
+        room = MAX_POSTED - len(wire.posted)
+        try:
+            for id_ in ids[:room]:
+                wire.post(id_, deadline)
+        except KvtierError:
+            attachment.debts.extend((Verb.RELEASE, id_) for id_ in ids)  # a release said twice is said once
+            self._give_back(attachment, wire, broken=True)
+            return
+        self._give_back(attachment, wire)
+        if len(ids) > room:
+            self.finish(attachment, Verb.RELEASE, ids[room:], deadline)
 
     def finish(self, attachment: Attachment, verb: int, ids: Sequence[int], deadline: float) -> None:
         """Releases or aborts ids. Never raises, and takes no longer than `deadline` in all.
@@ -309,7 +245,7 @@ class Connection:
             drained = list(self._drained)
             self._drained.clear()
         try:
-            _Socket(self.path, pb.HelloRequest(protocol=1, drained=drained), _HELLO_DEADLINE).close()
+            Wire(self.path, pb.HelloRequest(protocol=1, drained=drained), _HELLO_DEADLINE).close()
         except (KvtierError, OSError, DecodeError):
             pass  # the end of the process says it
 
@@ -342,7 +278,7 @@ class Connection:
             self.lost(attachment)
         self._goodbye()
 
-    def _borrow(self, attachment: Attachment, deadline: float) -> tuple[_Socket, float]:
+    def _borrow(self, attachment: Attachment, deadline: float) -> tuple[Wire, float]:
         """A socket of the pool, or a new one, and what is left of the deadline."""
         with self._lock:
             if attachment.idle and not attachment.gone:
@@ -362,7 +298,7 @@ class Connection:
                 if not self._lock.wait(until - time.monotonic()):
                     raise Deadline(f"all {MAX_SOCKETS} sockets of this client are busy")
         try:
-            sock = _Socket(self.path, pb.HelloRequest(protocol=1, session=attachment.session), min(_HELLO_DEADLINE, deadline))
+            sock = Wire(self.path, pb.HelloRequest(protocol=1, session=attachment.session), min(_HELLO_DEADLINE, deadline))
             return sock, max(0.001, until - time.monotonic())
         except BaseException as error:
             self._give_back(attachment, None)
@@ -372,11 +308,12 @@ class Connection:
                 raise Unavailable(f"no socket for this call: {error}") from None
             raise
 
-    def _give_back(self, attachment: Attachment, sock: _Socket | None, broken: bool = False) -> None:
+    def _give_back(self, attachment: Attachment, sock: Wire | None, broken: bool = False) -> None:
         with self._lock:
             self._lent -= 1
             if sock is not None:
                 if broken or attachment.gone:
+                    attachment.debts.extend((Verb.RELEASE, id_) for _, id_ in sock.posted)
                     sock.close()
                 else:
                     attachment.idle.append(sock)
@@ -464,12 +401,10 @@ def _populate(owner: weakref.ref[Connection], attachment: Attachment) -> None:
 
 
 _live: weakref.WeakSet[Connection] = weakref.WeakSet()
-_sockets: weakref.WeakSet[_Socket] = weakref.WeakSet()  # all that are open, those lent and those that are just connecting too
 
 
 def _fork_children_start_afresh() -> None:
-    for sock in list(_sockets):
-        sock.forget()
+    forget_all()
     for connection in list(_live):
         connection._after_fork()
 

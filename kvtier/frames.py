@@ -3,7 +3,8 @@
 request  magic u16 | version u8 | verb u8   | length u32 | request id u64 | deadline in ms u64
 reply    magic u16 | version u8 | status u8 | length u32 | request id u64 | boot id u64       (little-endian; status 0 or an error's code)
 
-An error's body is its message as UTF-8. Frames have at most 4 KiB before the hello is answered and 1 MiB after it.
+An error's body is its message as UTF-8. Frames have at most 4 KiB before the hello is answered and 1 MiB after it. After the hello a client may
+send the next call before it has read the last answer: answers come in the order of the calls. A release whose verb carries QUIET has no answer.
 Sockets are blocking with SO_RCVTIMEO and SO_SNDTIMEO (settimeout() would poll before each call and cost 40 us a pair).
 """
 
@@ -25,6 +26,7 @@ MAX_HELLO = 4096
 MAX_BODY = 1 << 20
 CHUNK = 2 << 20  # bytes of a piece of a block where blocks are copied: gRPC streams are at their best above 1 MiB, and its default limit is 4
 SMALL = 72 * 1024  # bytes of a frame that stay in memory between frames: 1,024 hashes of 64 bytes
+QUIET = 0x80  # added to the verb of a release: the client does not wait for an answer, and none is sent
 _TIMEVAL = struct.Struct("ll")
 
 
@@ -89,10 +91,22 @@ class Buffer:
         self._small = self._view[:SMALL]
         self._gate = gate
         self._large = self._inside = False
+        self._next = self._after = 0  # bytes of the next frame that came with the last one, and where they lie
 
     def receive(self, sock: socket.socket, within: float) -> tuple[int, int, int, memoryview]:
-        """`receive` into this buffer. Raises Full as well, if a large frame had no turn `within` seconds. `done` must follow, also after an error."""
-        return continue_receive(sock, self._view, _first(sock, self._small), within, self._enter)
+        """`receive` into this buffer, which keeps what came of the next frame. `done` must follow, also after an error.
+
+        Raises Full as well, if a large frame had no turn `within` seconds.
+        """
+        have, self._next = self._next, 0
+        if have:
+            self._view[:have] = self._view[self._after : self._after + have]
+        else:
+            have = _first(sock, self._small)
+        kind, request, extra, end, have = _whole(sock, self._view, have, within, self._enter)
+        if have > end:  # of a large frame no more was received than itself
+            self._next, self._after = have - end, end
+        return kind, request, extra, self._view[HEADER.size : end]
 
     def done(self) -> None:
         """The body is done with: gives the memory of a large frame back, and its place."""
@@ -131,10 +145,18 @@ def _first(sock: socket.socket, buffer: memoryview) -> int:
     return have
 
 
-def continue_receive(
+def continue_receive(sock: socket.socket, buffer: memoryview, have: int, within: float) -> tuple[int, int, int, memoryview]:
+    """The rest of `receive` for a frame whose first `have` bytes are in the buffer."""
+    kind, request, extra, end, have = _whole(sock, buffer, have, within)
+    if have > end:
+        raise Invalid("bytes after the frame: its answer comes first")
+    return kind, request, extra, buffer[HEADER.size : end]
+
+
+def _whole(
     sock: socket.socket, buffer: memoryview, have: int, within: float, enter: Callable[[int, float], None] | None = None
-) -> tuple[int, int, int, memoryview]:
-    """The rest of `receive` for a frame whose first `have` bytes are in the buffer. `enter` hears how long it is before its rest is received."""
+) -> tuple[int, int, int, int, int]:
+    """(verb or status, request id, deadline or boot id, where the frame ends, bytes received). `enter` hears the end before the rest is received."""
     until = 0.0
     if have < HEADER.size:
         until = time.monotonic() + within
@@ -149,9 +171,7 @@ def continue_receive(
         if enter is not None:
             enter(end, within)
         have = _receive_until(sock, buffer, have, end, until or time.monotonic() + within)
-    if have > end:
-        raise Invalid("bytes after the frame: one call at a time on a socket")
-    return kind, request, extra, buffer[HEADER.size : end]
+    return kind, request, extra, end, have
 
 
 def _receive_until(sock: socket.socket, buffer: memoryview, have: int, end: int, until: float) -> int:
@@ -159,7 +179,7 @@ def _receive_until(sock: socket.socket, buffer: memoryview, have: int, end: int,
         if time.monotonic() > until:
             raise TimeoutError("a frame came too slowly")
         try:
-            got = sock.recv_into(buffer[have:])
+            got = sock.recv_into(buffer[have:end])
         except BlockingIOError:
             raise TimeoutError("a frame stopped half-way") from None
         if not got:

@@ -1,6 +1,6 @@
 """The lane: the fast path for processes on this host, a Unix socket over which slots travel by reference.
 
-One thread per socket, one outstanding call per socket. The first frame is a hello: it opens or joins a session and hands the arena's file
+One thread per socket, which answers its calls in their order. The first frame is a hello: it opens or joins a session and hands the arena's file
 descriptor out, if a pidfd of the client can be had (from the kernel, or passed along). Every wait has a limit: 2 s for a hello and
 for the rest of a frame that has begun (and at most 2 s more for the last piece that then comes too late), 2 s for a client to take its answer.
 What is malformed is answered by name or closed, and stores nothing; a process that goes on so is answered more and more slowly.
@@ -246,14 +246,19 @@ class Lane:
                 except frames.Closed:
                     return
                 began = time.perf_counter()
+                quiet = verb == Verb.RELEASE | frames.QUIET
+                if quiet:
+                    verb = Verb.RELEASE
                 status, reply, undo = self._answer(session, verb, body)
                 series = self._meters.get(verb, self._unknown)
-                series.add(time.perf_counter() - began, status, frames.HEADER.size + len(body), frames.HEADER.size + len(reply))
+                series.add(time.perf_counter() - began, status, frames.HEADER.size + len(body), 0 if quiet else frames.HEADER.size + len(reply))
                 buffer.done()
                 if status == Invalid.code:
                     self._refusals.wait(Invalid(), session.peer.pid)
                 elif not status:
                     self._refusals.forgive(session.peer.pid)
+                if quiet:
+                    continue
                 try:
                     sock.sendall(frames.pack(status, request, boot, reply))
                 except OSError:

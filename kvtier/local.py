@@ -7,16 +7,16 @@ Handles are registered where a call needs one, and again after a restart of the 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
-import numpy as np
 from google.protobuf.message import Message
 
+from kvtier.batch import Batch
 from kvtier.calls import (
     CONTROL,
-    KEYS_PER_CALL,
     PRESENT,
     STOPS,
     Answer,
@@ -38,6 +38,7 @@ from kvtier.frames import Verb
 from kvtier.layout import HEADER_BYTES, Range
 from kvtier.v1 import kvtier_pb2 as pb
 
+T = TypeVar("T")
 FETCH_AHEAD = 64  # cold blocks that a get has on their way at once
 COLD_AGAIN, COLD_LONGEST = 0.001, 0.05  # seconds until a get looks again whether they have come: at first, and at most
 
@@ -82,27 +83,28 @@ class Local:
         """See Client.fill."""
         return MappedFill(self, ns, hashes, range_, context, CONTROL if deadline is None else deadline)
 
-    def get(self, ns: Registered, hashes: Hashes, range_: Range, context: bytes, deadline: float) -> Bodies:
+    def get(self, ns: Registered, hashes: Hashes, range_: Range, context: bytes, deadline: float, into: Sequence[Body] | None = None) -> Bodies:
         """See Client.get. Taken in pieces, so that the session's cap is never in the way; what is cold is fetched and waited for."""
         until, pause = time.monotonic() + deadline, COLD_AGAIN
-        bodies = Bodies()
-        for part in split(ns, hashes):
-            raw = part
-            while raw:
-                left = max(0.001, until - time.monotonic())
-                with self.lease(ns, raw, range_, context, left) as blocks:
-                    for view in blocks:
-                        body = np.empty(view.size, np.uint8)
-                        np.copyto(body, view)
-                        bodies.append(body)
-                    bodies.reason = blocks.reason
-                raw = raw[len(blocks) * ns.hash_bytes :]
-                if not raw or (blocks and blocks.stop == pb.CAP):
-                    continue
-                pause = COLD_AGAIN if blocks else min(COLD_LONGEST, 2 * pause)
-                if blocks.stop != pb.COLD or time.monotonic() + pause > until or not self._fetch(ns, raw, range_, context, left, bodies):
-                    return bodies
-                time.sleep(pause)
+        bodies, raw = Bodies(), join(ns, hashes)
+        while raw:
+            left = max(0.001, until - time.monotonic())
+            batch = Batch(ns, raw, range_, context, left if left < 0.99 * deadline else deadline)
+            try:
+                stop = self._within(ns, left, partial(batch.read, self.connection, bodies=bodies, into=into))
+            except Invalid:
+                raise
+            except KvtierError as error:
+                bodies.reason = str(error)
+                return bodies
+            bodies.reason = STOPS.get(stop, f"stopped ({stop})")
+            raw = raw[batch.done * ns.hash_bytes :]
+            if not raw or (batch.done and stop == pb.CAP):
+                continue
+            pause = COLD_AGAIN if batch.done else min(COLD_LONGEST, 2 * pause)
+            if stop != pb.COLD or time.monotonic() + pause > until or not self._fetch(ns, raw, range_, context, left, bodies):
+                return bodies
+            time.sleep(pause)
         return bodies
 
     def _fetch(self, ns: Registered, raw: bytes, range_: Range, context: bytes, deadline: float, bodies: Bodies) -> bool:
@@ -119,25 +121,28 @@ class Local:
 
     def put(self, ns: Registered, hashes: Hashes, bodies: Sequence[Any], range_: Range, context: bytes, deadline: float) -> Answer:
         """See Client.put. Split below the session's cap."""
-        total, step, raw = len(bodies), ns.hash_bytes, join(ns, hashes)
-        extents = ns.extents(range_)
+        batch = Batch(ns, join(ns, hashes), range_, context, deadline)
         try:
-            arena = self.connection.attach(deadline).mapping.nbytes
+            if batch.total:
+                self._within(ns, deadline, partial(batch.write, self.connection, bodies=bodies))
+        except Invalid:
+            raise
         except KvtierError as error:
-            return Answer(0, str(error))
-        # a quarter of what a session may hold, so that other threads of it find room
-        per_call = max(1, min(KEYS_PER_CALL, arena // 16 // extents.slot_bytes))
-        done = 0
-        while done < total:
-            n = min(per_call, total - done)
-            with self.fill(ns, raw[done * step : (done + n) * step], range_, context, deadline) as slots:
-                for slot, body in zip(slots, bodies[done : done + n], strict=True):
-                    if slot is not None:
-                        np.copyto(slot, np.frombuffer(body, np.uint8))
-            if slots.sealed < n:
-                return Answer(done + slots.sealed, slots.reason)
-            done += n
-        return Answer(done)
+            return Answer(batch.done, str(error))
+        return Answer(batch.done)
+
+    def _within(self, ns: Registered, deadline: float, call: Callable[[Attachment, int], T]) -> T:
+        """A call on the current attachment with the namespace's handle, once more if the daemon has forgotten it. Raises KvtierError of any kind."""
+        attachment = self.connection.attach(deadline)
+        self.connection.use(attachment)
+        try:
+            try:
+                return call(attachment, self._handle(ns, attachment, deadline))
+            except Stale:
+                ns._handle = None
+                return call(attachment, self._handle(ns, attachment, deadline))
+        finally:
+            self.connection.unuse(attachment)
 
     def _handle(self, ns: Registered, attachment: Attachment, deadline: float) -> int:
         known = ns._handle
@@ -200,7 +205,7 @@ class MappedLease(Lease):
         self._memory = None
         connection = self._local.connection
         # the tail first, so that it is older than its head and goes first
-        connection.finish(attachment, Verb.RELEASE, self._ids[::-1], min(CONTROL, self._deadline))
+        connection.release(attachment, self._ids[::-1], min(CONTROL, self._deadline))
         connection.unuse(attachment)
 
     def __len__(self) -> int:

@@ -109,9 +109,14 @@ class Remote:
         """See Client.fill."""
         return CopiedFill(self, ns, hashes, range_, context, deadline)
 
-    def get(self, ns: Registered, hashes: Hashes, range_: Range, context: bytes, deadline: float) -> Bodies:
+    def get(self, ns: Registered, hashes: Hashes, range_: Range, context: bytes, deadline: float, into: Sequence[Body] | None = None) -> Bodies:
         """See Client.get. A long list takes several calls: what came before one that breaks is kept."""
-        return self.fetch(ns, hashes, range_, context, deadline)[0]
+        bodies = self.fetch(ns, hashes, range_, context, deadline)[0]
+        if into is not None:
+            for i, body in enumerate(bodies):
+                np.copyto(into[i], body)
+                bodies[i] = into[i]
+        return bodies
 
     def fetch(self, ns: Registered, hashes: Hashes, range_: Range, context: bytes, deadline: float) -> tuple[Bodies, int]:
         """`get`, and the number of the reason why it stopped."""

@@ -358,11 +358,12 @@ def test_kvb_18_pins_that_are_never_fetched_keep_nobody_out_for_long() -> None:
             assert c.ask(["read", 0, 10]) == [True] * 10
             assert other.ask(["lease", 0, 5]) == 5
             assert c.ask(["release", 0]) is True
-            assert daemon.status()["leased_blocks"] == 5, "(iii) at once; the other client's stay"
+            until(lambda: daemon.status()["leased_blocks"] == 5, "(iii) at once; the other client's stay")
             assert c.ask(["release", 0]) is True, "(v) is harmless"
             assert daemon.status()["leased_blocks"] == 5
             assert other.ask(["read", 0, 5]) == [True] * 5
             assert other.ask(["release", 0]) is True
+            until(lambda: daemon.status()["leased_blocks"] == 0, "its release has come")
             assert put_new(room) == room
         with Raw(daemon.socket) as lane:
             handle = pb.RegisterReply.FromString(lane.call(Verb.REGISTER, pb.RegisterRequest(description=ns.canonical))[1]).handle

@@ -111,7 +111,7 @@ def test_leases_are_read_only_views_of_the_leading_part(client: Patient, daemon:
         with pytest.raises(IndexError):
             blocks[4]
         assert daemon.status()["leased_blocks"] == 4
-    assert daemon.status()["leased_blocks"] == 0
+    until(lambda: daemon.status()["leased_blocks"] == 0, "the release has come")
     for touch in (lambda: blocks[0], lambda: list(blocks)):
         with pytest.raises(Invalid, match="the lease has ended"):
             touch()
@@ -127,7 +127,7 @@ def test_delete_forgets_at_once_and_spares_what_is_leased(client: Patient, daemo
         assert [client.lookup(ns, hashes([n])) for n in range(4)] == [0, 1, 0, 1]
         put(client, ns, [0])  # a new block under the deleted key, in another slot
         assert is_body(blocks[0], 0) and is_body(blocks[1], 1)
-    assert daemon.status()["leased_blocks"] == 0
+    until(lambda: daemon.status()["leased_blocks"] == 0, "the release has come")
     assert is_body(client.get(ns, hashes([0]))[0], 0)
 
 
@@ -363,7 +363,7 @@ def test_a_client_that_is_forgotten_gives_everything_back(daemon: Daemon) -> Non
     client = daemon.client()
     ns = client.register(description(NBYTES, model="forgotten"))
     put(client, ns, range(3))
-    assert daemon.status()["sessions"] == 2
+    until(lambda: daemon.status()["sessions"] == 2, "its session and the asker's")
     del client
     gc.collect()
     daemon.quiet()
@@ -409,6 +409,7 @@ def test_an_interruption_leaves_nothing_held(client: Patient, daemon: Daemon, mo
         with pytest.raises(KeyboardInterrupt), client.fill(ns, hashes(range(10_000 * number + 10_000, 10_000 * number + 12_500))):
             assert number == 3, "in the seal"
     monkeypatch.undo()
+    until(lambda: daemon.status()["held_bytes"] == 0, "the releases have come")
     status = daemon.status(check_integrity=True)
     assert status["leased_blocks"] == status["reserved_blocks"] == 0
     until(lambda: connection.attach(1).users == 0, "nobody uses the mapping")
@@ -446,6 +447,7 @@ def test_threads_share_one_client(client: Patient, daemon: Daemon) -> None:
             thread.join(0.05)
     assert failures == []
     assert most <= 1 + 16 + 2, "an anchor, 16 calls at once, and this test's own, of which one may be just leaving"
+    until(lambda: daemon.status()["held_bytes"] == 0, "the releases have come")
     assert client.status(check_integrity=True)["held_bytes"] == 0
 
 
