@@ -44,7 +44,7 @@ define make-venv
 @$(1)/bin/python -m pip --version >/dev/null 2>&1 || { echo "making $(1) with $$("$(PYTHON)" --version)"; "$(PYTHON)" -m venv --clear $(1); }
 endef
 
-.PHONY: help demo test test-core test-torch test-full test-vllm test-lmcache fuzz lint format bench proto venv venv-torch clean .venv/core .venv/torch test-kernels aot venv-triton
+.PHONY: help demo test test-core test-torch test-full test-vllm test-llmcompressor test-lmcache fuzz lint format bench proto venv venv-torch clean .venv/core .venv/torch test-kernels aot venv-triton
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -73,6 +73,11 @@ test-lmcache: ## LMCache's real server and storage manager, in an environment of
 	@code=0; reason=$$(tests/lmcache/environment.sh .venv-lmcache "$(LMCACHE_PYTHON)") || code=$$?; \
 	if [ $$code = 3 ]; then echo "test-lmcache is SKIPPED: $$reason" >&2; exit 0; fi; \
 	[ $$code = 0 ] && OMP_NUM_THREADS=1 .venv-lmcache/bin/python -m pytest -m lmcache tests/lmcache $(ARGS)
+
+test-llmcompressor: $(CORE) ## import scales that llm-compressor writes now, in an environment of its own; skipped aloud where it cannot run
+	@code=0; reason=$$(tests/llmcompressor/environment.sh .venv-llmcompressor "$(PYTHON)") || code=$$?; \
+	if [ $$code = 3 ]; then echo "test-llmcompressor is SKIPPED: $$reason" >&2; exit 0; fi; \
+	[ $$code = 0 ] && KVTIER_LLMCOMPRESSOR="$$PWD/.venv-llmcompressor/bin/python" $(PY) -m pytest tests/llmcompressor $(ARGS)
 
 fuzz: $(CORE) ## a million inputs against everything that reads strangers' bytes (some minutes)
 	@nice -n 10 $(PY) -m tests.fuzz --inputs 1000000 $(ARGS)
@@ -151,5 +156,5 @@ $(TRITON39): pyproject.toml
 	@touch $@
 
 clean: ## remove environments, caches and what builds left
-	rm -rf .venv .venv-torch .venv-vllm .venv-lmcache .venv-triton36 .venv-triton39 build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-torch .venv-vllm .venv-llmcompressor .venv-lmcache .venv-triton36 .venv-triton39 build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find kvtier kernels tests bench -name __pycache__ -type d -prune -exec rm -rf {} +

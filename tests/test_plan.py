@@ -1,6 +1,6 @@
 """`kvtier plan`: sizes and capacities worked out by hand for four models, break-even lengths, advice, and what is refused.
 
-The comparison with an engine's own report is in tests/vllm/test_plan.py.
+The comparison with an engine's own report is in tests/vllm/test_capacity.py.
 """
 
 from __future__ import annotations
