@@ -36,7 +36,7 @@ def export(directory: Path) -> Path:
     from kvtier.workbench.smollm import load
 
     model = load()
-    shape, weights = model.shape, model._weights
+    shape, weights = model.shape, model.weights
     layer_names = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm", **{n: f"self_attn.{n}_proj" for n in "qkvo"}}
     layer_names |= {name: f"mlp.{name}_proj" for name in ("gate", "up", "down")}
     tensors = {"model.embed_tokens.weight": weights["embedding"], "model.norm.weight": weights["norm"]}

@@ -57,16 +57,16 @@ def find() -> Path:
 
 
 class SmolLM:
-    """The model: `shape`, `encode`, and `run`."""
+    """The model: `shape`, `weights` and `tokenizer` as they are, `encode`, and `run`."""
 
     def __init__(self, shape: Shape, weights: dict[str, torch.Tensor], tokenizer: Any) -> None:
         self.shape = shape
-        self._weights = weights
-        self._tokenizer = tokenizer
+        self.weights = weights
+        self.tokenizer = tokenizer
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text; no special tokens are added."""
-        ids: list[int] = self._tokenizer.encode(text).ids
+        ids: list[int] = self.tokenizer.encode(text).ids
         return ids
 
     @torch.inference_mode()
@@ -75,7 +75,7 @@ class SmolLM:
 
         Returns the logits [logits, vocabulary] of the last `logits` positions. `step` is called after each layer.
         """
-        shape, weights = self.shape, self._weights
+        shape, weights = self.shape, self.weights
         n = len(tokens)
         x = weights["embedding"][tokens]
         cosine, sine = self._rotation(start, n)
