@@ -55,12 +55,14 @@ demo: $(TORCH) ## a real model's KV is stored as FP8, outlives its process and i
 test: test-core test-torch ## all tests: the core without torch, then what needs torch
 
 test-core: $(CORE)
+	@tests/redis.sh
 	@$(PY) -m pytest -m "not torch and not gpu and not slow" $(ARGS)
 
 test-torch: $(TORCH)
 	@$(PYT) -m pytest -m "torch and not gpu and not slow" $(ARGS)
 
 test-full: $(CORE) $(TORCH) ## the tests and their long rounds
+	@tests/redis.sh
 	@$(PY) -m pytest -m "not torch and not gpu" $(ARGS)
 	@$(PYT) -m pytest -m "torch and not gpu" $(ARGS)
 

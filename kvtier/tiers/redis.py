@@ -20,7 +20,7 @@ from kvtier.tiers import Outgoing
 from kvtier.tiers.health import READ, SPACE, WRITE
 from kvtier.tiers.redis_asker import Asker
 from kvtier.tiers.redis_calls import Calls
-from kvtier.tiers.redis_frame import front, read_front
+from kvtier.tiers.redis_frame import FRONT_BYTES, front, read_front
 from kvtier.tiers.redis_seen import Seen
 from kvtier.tiers.redis_upkeep import Upkeep
 from kvtier.tiers.redis_where import Where
@@ -90,7 +90,8 @@ class Redis:
             now = time.monotonic()
             here = {key for key in wanted if key not in again and seen.fresh(key, now)}
             doubtful = [key for key in wanted if key not in here and key not in again]
-            here.update(key for key, there in zip(doubtful, calls.exist(doubtful), strict=True) if there)
+            lengths = zip(doubtful, calls.lengths(doubtful), strict=True)
+            here.update(key for key, length in lengths if length == FRONT_BYTES + wanted[key].nbytes)  # of another length: no block, written over
             self._send([out for key, out in wanted.items() if key not in here], here)
             for key in here:
                 seen.hear([(key, True)], wanted[key].namespace.handle)

@@ -81,6 +81,15 @@ class Calls:
                 raise Unavailable(f"redis: {answer}")
         return [answer == 1 for answer in answers]
 
+    def lengths(self, keys: Sequence[bytes]) -> list[int]:
+        """How many bytes Redis has under each key's name now, front and block; 0: none, or something of another kind. Raises Unavailable."""
+        self.count("asked_keys", len(keys))
+        answers = self.ask([self.name_of(key) for key in keys], "read_faults", b"STRLEN", b"?")
+        for answer in answers:
+            if isinstance(answer, Refused) and answer.kind == "denied":
+                self.refusal(answer, READ)
+        return [0 if isinstance(answer, Refused) else int(answer) for answer in answers]
+
     def down(self, reason: str, trial: bool = False) -> None:
         """Nobody answered."""
         if self.breaker.bad(reason, trial=trial):
@@ -143,7 +152,13 @@ class Calls:
 
     def _rights(self, wire: Wire) -> Refused | None:
         """What Redis refuses of the commands of a block's life; None if nothing."""
-        commands = ((b"SET", self.probe, b"1", b"EX", 10), (b"EXISTS", self.probe), (b"GETRANGE", self.probe, 0, 0), (b"UNLINK", self.probe))
-        answers = wire.ask([ask(self.probe, *words) for words in commands])
+        commands: tuple[tuple[bytes | int, ...], ...] = (
+            (b"SET", self.probe, b"1", b"EX", 10),
+            (b"EXISTS", self.probe),
+            (b"GETRANGE", self.probe, 0, 0),
+        )
+        commands += ((b"STRLEN", self.probe), (b"UNLINK", self.probe))
+        elsewhere = [self.probe + b":%d" % n for n in range(16)]  # a node of a cluster refuses some of these
+        answers = wire.ask([ask(self.probe, *words) for words in commands] + [ask(name, b"EXISTS", name) for name in elsewhere])
         refused = [answer for answer in answers if isinstance(answer, Refused)]
         return min(refused, key=lambda one: one.kind != "denied", default=None)

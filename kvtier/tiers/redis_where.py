@@ -17,7 +17,7 @@ from kvtier.errors import Invalid
 PORT = 6379
 MAX_NODES = 64
 MAX_SECRET = 4096
-_URL = re.compile(r"(redis|rediss|unix)://(?:([^@/]*)@)?([^@/?#]*)(/[^?#]*)?", re.ASCII)
+_URL = re.compile(r"(redis|rediss|unix)://(?:([^@/?#]*)@)?([^@/?#]*)(/[^?#]*)?", re.ASCII)
 _NODE = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(?::([0-9]{1,5}))?", re.ASCII)
 _SCHEMES = 'write "redis://host:6379", "rediss://host:6379" (TLS) or "unix:///path/to/redis.sock"'
 Address = tuple[str, int]  # host and port; ("/path", 0) for a Unix socket

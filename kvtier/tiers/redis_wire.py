@@ -290,6 +290,8 @@ def _address(error: AskError, asked: Address) -> Address:
 def _refused(error: Exception) -> Refused:
     """What an answer means for the caller. Raises Down for one that says that the server cannot work now."""
     text = f"{type(error).__name__}: {error}"[:200]
+    if isinstance(error, MovedError):
+        raise Down("this is one node of a cluster, and others have blocks too: write cluster = true", settled=True) from error
     if isinstance(error, BusyLoadingError | ClusterDownError | TryAgainError | AskError):
         raise Down(text) from error
     if isinstance(error, OutOfMemoryError):
@@ -309,7 +311,9 @@ def down(error: Exception, address: Address) -> Down:
         return Down(f"{where} refuses user and password: {text or 'wrong or missing'}", settled=True)
     if isinstance(error, NoPermissionError):
         return Down(f"{where} refuses this user a command: {text}", settled=True)
-    if "CERTIFICATE_VERIFY_FAILED" in text or "certificate" in text.lower():
+    if "ALERT" in text and "CERTIFICATE" in text.upper():
+        return Down(f"{where} wants another certificate of this end: {text}", settled=True)
+    if "CERTIFICATE_VERIFY_FAILED" in text:
         return Down(f"{where} shows a certificate that `ca` does not vouch for: {text}", settled=True)
     if "SSL" in text or "WRONG_VERSION_NUMBER" in text:
         return Down(f"{where} does not speak TLS, or not as this end does: {text}", settled=True)
