@@ -20,7 +20,7 @@ from kvtier.layout import Range
 
 ASK_LATER = 0.008  # seconds that a question may hold up the scheduler
 MISS_AFTER = 1.0  # seconds after which a question counts as a miss
-BEAT = 0.5  # seconds between beats, and until one counts as missed
+BEAT = 0.5  # seconds between beats, and, unless told otherwise, until one counts as missed
 COLD_AGAIN = 0.02
 MAX_TICKETS = 1024
 _COLD = next(stop for stop, words in STOPS.items() if words.startswith("cold"))
@@ -48,10 +48,10 @@ def label(reason: str) -> str:
 
 
 class Heart:
-    """Whether the daemon answers, found out every `BEAT`; a failed call elsewhere says so at once."""
+    """Whether the daemon answers, found out every `BEAT`; a failed call says so at once. `patience`: seconds until a beat counts as missed."""
 
-    def __init__(self, client: Client, name: str) -> None:
-        self._client = client
+    def __init__(self, client: Client, name: str, patience: float = BEAT) -> None:
+        self._client, self._patience = client, patience
         self._probe: tuple[Registered, bytes] | None = None
         self._stop = threading.Event()
         self.healthy = True
@@ -85,7 +85,7 @@ class Heart:
         """The first beat comes at once: it connects."""
         assert self._probe is not None
         while not self._stop.is_set():
-            self.healthy = answered(self._client.lookup(*self._probe, deadline=BEAT).reason)
+            self.healthy = answered(self._client.lookup(*self._probe, deadline=self._patience).reason)
             self._stop.wait(BEAT)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.daemon import Daemon, MiB
+from tests.daemon import PATIENCE, Daemon, MiB
 
 # LMCache reports its use to its makers unless told not to; tests of other connectors' environments do without these files.
 os.environ.update(LMCACHE_TRACK_USAGE="false", LMCACHE_DISABLE_BANNER="1", LMCACHE_LOG_LEVEL="WARNING")
@@ -22,6 +22,22 @@ collect_ignore_glob = [] if find_spec("lmcache") and find_spec("lmcache.v1") els
 def daemon() -> Iterator[Daemon]:
     with Daemon(256 * MiB) as made:
         yield made
+
+
+@pytest.fixture(autouse=True)
+def patient(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deadlines that no busy machine misses, except in tests of deadlines (`impatient`): the others ask what the answer is, not how soon it comes."""
+    if "lmcache" in request.keywords and "impatient" not in request.fixturenames:
+        from kvtier.connectors.lmcache import traffic
+
+        monkeypatch.setattr(traffic, "CALL_SECONDS", PATIENCE)
+        monkeypatch.setattr(traffic, "STORE_SECONDS", PATIENCE)
+        monkeypatch.setattr(traffic, "LOAD_SECONDS", PATIENCE)
+
+
+@pytest.fixture
+def impatient() -> None:
+    """The deadlines that users have."""
 
 
 @pytest.fixture

@@ -59,7 +59,6 @@ class KvtierL2Adapter(L2AdapterInterface):
         self._storing = Crew("store", 1)
         self._loading = Crew("load", LOADERS, self._traffic.release_spent)
         self._closed = threading.Event()
-        self._asking.give(Task(lambda: self._traffic.begin(self._say), lambda _: None, None))
 
     # -- event descriptors
 
@@ -265,6 +264,3 @@ class KvtierL2Adapter(L2AdapterInterface):
     def _count(self, name: str, n: int) -> None:
         with self._counting:
             self._counts[name] += n
-
-    def _say(self, line: str) -> None:
-        log.info("kvtier: %s", line)

@@ -18,11 +18,12 @@ from hashlib import blake2b
 from typing import Any
 
 from kvtier.calls import Registered
-from kvtier.identity import MAX_TEXT, Description, HashScheme, canonical_json, request_context
+from kvtier.identity import MAX_TEXT, Description, HashScheme, canonical_json, hex_f32, request_context
 from kvtier.layout import HEADER_BYTES, MAX_BLOCK_BYTES, MAX_LAYERS, Group, Layer, Layout, Part, Range, pad
 
 ALGORITHM = "LMCache object key, kvtier 1"
 MAX_PIECE_BYTES = MAX_BLOCK_BYTES - HEADER_BYTES
+MAX_SCALES_TEXT = 64 << 10
 MAX_FORMS = 256  # shapes that one server stores; each is a namespace of the daemon
 _PERSON_OBJECT = b"kvtier.lmc.obj1"
 _PERSON_FORM = b"kvtier.lmc.form1"
@@ -71,12 +72,16 @@ class Space:
         self.cuts = tuple((low, min(low + step, form.nbytes)) for low in range(0, form.nbytes, step))
         self.ranges = tuple(Range(0, (at, at + 1)) for at in range(len(self.cuts)))
         self.nbytes = form.nbytes
+        self.introduced = False  # whether the log has said how it differs from what the daemon has
         self.registered = Registered(describe(base, form, [high - low for low, high in self.cuts]))
         self.slot_bytes = sum(self.registered.extents(part).slot_bytes for part in self.ranges)
 
 
 def describe(base: Description, form: Form, pieces: Sequence[int]) -> Description:
-    """The description of objects of a form: of the base what still holds for them, and the whole base by its digest."""
+    """The description of objects of a form: of the base what still holds for them, and the whole base by its digest.
+
+    An opaque layout has no static scales, so they stand among the settings, where a difference can be read.
+    """
     layers = tuple(Layer(at, (Part("bytes", nbytes, "u8"),)) for at, nbytes in enumerate(pieces))
     base_digest = base.digest.hex()
     return Description(
@@ -87,11 +92,22 @@ def describe(base: Description, form: Form, pieces: Sequence[int]) -> Descriptio
         artifact=base.artifact,
         rule=base.rule,
         codec=base.codec,
-        rope={**base.rope, "lmcache.description": base_digest},
+        rope={**base.rope, **_readable(base.scales), "lmcache.description": base_digest},
         backend="LMCache object",
         physical=form.text,
         packing=base.packing,
     )
+
+
+def _readable(scales: Mapping[str, str]) -> dict[str, str]:
+    """Scales as decimal numbers, which tell every f32 apart; none where they would not fit a description."""
+    found = {}
+    for name, packed in scales.items():
+        layer, _, part = name.partition(".")
+        values = (f"{hex_f32(packed[at : at + 8]):.9g}" for at in range(0, len(packed), 8))
+        found[f"{part}_scale of layer {layer}"] = ", ".join(values)
+    fits = sum(map(len, found.values())) < MAX_SCALES_TEXT and all(len(text) <= MAX_TEXT for text in found.values())
+    return found if fits else {}
 
 
 def content_hash(key: Any) -> bytes:

@@ -7,6 +7,7 @@ is at most an eighth of the arena, half of what a session may hold, so that hold
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -22,21 +23,23 @@ from kvtier.client import Client
 from kvtier.connectors.lmcache.books import Hold
 from kvtier.connectors.lmcache.naming import Form, Space, Spaces, content_hash, context_of, form_of_object
 from kvtier.connectors.tickets import Heart, answered, label
-from kvtier.errors import KvtierError
+from kvtier.errors import Invalid, KvtierError
 from kvtier.layout import Range
 from kvtier.v1 import kvtier_pb2 as pb
 
-CALL_SECONDS = 1.0  # deadline of one call to the daemon
+CALL_SECONDS = 2.0  # deadline of one call to the daemon, the heart's beat included
 STORE_SECONDS = 5.0  # for a task whose blocks find no room: then the rest is dropped
 LOAD_SECONDS = 10.0  # for a load, with what has to come up from a lower tier; LMCache's own locks last 300 s
 BATCH_BYTES = 64 << 20  # reserved or leased at once
 HELD_SHARE = 8  # lookups hold at most this part of the arena
+BATCH_SHARE = 16  # ... and one call reserves or leases at most this part
 FETCH_AHEAD = 64  # cold blocks on their way at once
 PAUSE, LONGEST_PAUSE = 0.001, 0.05  # seconds until a load looks again whether cold blocks have come
 SHARE_BYTES = 512 << 10  # copies of more are shared with a helper
 STRIDE = 1 << 20  # bytes that are copied in one go
 HELPERS = 1
 MAX_LINES = 5  # of what differs from the nearest namespace
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +95,12 @@ class Traffic:
         self._spaces, self._count = spaces, count
         self._copier = Copier()
         self._spent: deque[Lease] = deque()  # of loads, copied out of and not released yet
-        self._may_hold: int | None = None  # bytes; None: not asked yet
+        self._arena = 0  # bytes; 0: not known
         self.closing = threading.Event()
-        self.heart = Heart(self._client, "lmcache")
+        self.heart = Heart(self._client, "lmcache", CALL_SECONDS)
+        for model, base in spaces.bases.items():
+            log.info("kvtier: namespace %s for %s", base.digest.hex()[:16], model)
+        self.heart.start(self._client.register(next(iter(spaces.bases.values()))))
 
     def close(self) -> None:
         """Ends the session; what it held is the daemon's again."""
@@ -103,6 +109,21 @@ class Traffic:
         self._copier.close()
         self.release_spent()
         self._client.close()
+
+    def _arena_bytes(self) -> int:
+        """The size of the daemon's arena; 0 while nobody knows."""
+        if not self.heart.healthy:
+            self._arena = 0  # it may come back with another
+        elif not self._arena:
+            try:
+                self._arena = int(self._client.status(deadline=CALL_SECONDS)["arena_bytes"])
+            except KvtierError as error:
+                self.heart.judge(str(error))
+        return self._arena
+
+    def _batch(self, space: Space) -> int:
+        """Objects of one call: a quarter of what a session may hold at most, as several threads are at it."""
+        return max(1, min(BATCH_BYTES, self._arena_bytes() // BATCH_SHARE) // space.slot_bytes)
 
     # -- bundles
 
@@ -121,7 +142,22 @@ class Traffic:
                     continue
             context = context_of(key.cache_salt)
             found.setdefault((id(space), context), (space, context, []))[2].append(Item(at, key, content_hash(key), view))
+        for space, _, _ in found.values():
+            self._introduce(space)
         return list(found.values())
+
+    def _introduce(self, space: Space) -> None:
+        """Says once of a namespace how it differs from the nearest that the daemon has, if it is new there."""
+        if space.introduced or not self.heart.healthy:
+            return
+        space.introduced = True
+        try:
+            lines = self._client.explain(space.registered.description, deadline=CALL_SECONDS)
+        except KvtierError as error:
+            self.heart.judge(str(error))
+            return
+        for line in lines[:MAX_LINES]:
+            log.info("kvtier: namespace %s is new here: %s", space.registered.digest.hex()[:16], line)
 
     def bundles_of(self, keys: Sequence[Any], objects: Sequence[Any]) -> list[Bundle]:
         """The same for keys that come with their objects."""
@@ -132,10 +168,15 @@ class Traffic:
     def store(self, bundle: Bundle, stored: Callable[[Space, Sequence[Item]], None]) -> int:
         """Stores a bundle's items in order, and tells `stored` of each batch. How many are in the daemon now, counted from the front."""
         space, context, items = bundle
-        until, size, done = time.monotonic() + STORE_SECONDS, max(1, BATCH_BYTES // space.slot_bytes), 0
+        until, size, done = time.monotonic() + STORE_SECONDS, self._batch(space), 0
         while done < len(items) and self.heart.healthy and not self.closing.is_set():
             batch = items[done : done + size]
-            got, reason = self._fill(space, context, batch)
+            try:
+                got, reason = self._fill(space, context, batch)
+            except Invalid as error:  # one block alone is more than a session may hold
+                self._count("store_dropped_too_large", len(items) - done)
+                log.warning("kvtier: objects are not stored: %s", error)
+                break
             if got:
                 stored(space, batch[:got])
                 done += got
@@ -205,7 +246,7 @@ class Traffic:
         (the leases, one for each piece; how many blocks each has at least; where the next one stands: pb.MISS, another stop, 0 where it was not
         asked for, None where the daemon does not answer)
         """
-        most = max(0, self._room() - held_bytes) // space.slot_bytes
+        most = max(0, self._arena_bytes() // HELD_SHARE - held_bytes) // space.slot_bytes
         leases: list[Lease] = []
         held, stop = min(len(hashes), most), 0
         for part in space.ranges if held else ():
@@ -223,18 +264,6 @@ class Traffic:
             self.release(leases)
             return [], 0, stop
         return leases, held, stop
-
-    def _room(self) -> int:
-        """Bytes that lookups may hold in all."""
-        if not self.heart.healthy:
-            self._may_hold = None  # it may come back with another arena
-            return 0
-        if self._may_hold is None:
-            try:
-                self._may_hold = int(self._client.status(deadline=CALL_SECONDS)["arena_bytes"]) // HELD_SHARE
-            except KvtierError as error:
-                self.heart.judge(str(error))
-        return self._may_hold or 0
 
     def release(self, leases: Iterable[Lease]) -> None:
         """Ends leases."""
@@ -255,7 +284,7 @@ class Traffic:
     def load(self, bundle: Bundle) -> tuple[list[Item], list[Item]]:
         """Copies a bundle's items into their buffers: (those that are whole in theirs, those that the daemon has no more)."""
         space, context, left = bundle
-        until, pause, size = time.monotonic() + LOAD_SECONDS, PAUSE, max(1, BATCH_BYTES // space.slot_bytes)
+        until, pause, size = time.monotonic() + LOAD_SECONDS, PAUSE, self._batch(space)
         good: list[Item] = []
         lost: list[Item] = []
         while left and self.heart.healthy and not self.closing.is_set() and time.monotonic() < until:
@@ -329,19 +358,3 @@ class Traffic:
             self.heart.judge(self._client.delete(space.registered, hashes, range_=part, context=context, deadline=CALL_SECONDS).reason)
             for part in space.ranges
         )
-
-    # -- the beginning
-
-    def begin(self, say: Callable[[str], None]) -> None:
-        """Connects, says how each namespace differs from what the daemon has, and starts the heart. An absent daemon is no fault."""
-        known = [self._client.register(base) for base in self._spaces.bases.values()]
-        for model, registered in zip(self._spaces.bases, known, strict=True):
-            say(f"namespace {registered.digest.hex()[:16]} for {model}")
-            try:
-                for line in self._client.explain(registered.description, deadline=CALL_SECONDS)[:MAX_LINES]:
-                    say(f"{model}: {line}")
-            except KvtierError as error:
-                say(f"the daemon does not answer yet: {error}")
-                break
-            self._client.lookup(registered, bytes(registered.hash_bytes))  # makes the daemon know it, so that it can be explained
-        self.heart.start(known[0])
