@@ -119,6 +119,7 @@ class Calls:
 
         A Redis that is merely not there opens the breaker.
         """
+        self.where.check_files()
         try:
             refused = self.link.once(self._rights)
         except Down as error:

@@ -6,6 +6,7 @@ each new connection, so that a rotated password needs no restart. Knows nothing 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -71,6 +72,14 @@ class Where:
     def unix(self) -> bool:
         """Whether it is a Unix socket of this host."""
         return self.nodes[0][0].startswith("/")
+
+    def check_files(self) -> None:
+        """Raises Invalid for a file that cannot be read."""
+        self.secret()
+        for name in ("ca", "cert", "key"):
+            path = getattr(self, name)
+            if path is not None and not os.access(path, os.R_OK):
+                raise Invalid(f"{name}: {path} does not exist or cannot be read by this user: create it, or correct the path")
 
     def secret(self) -> str | None:
         """The password as it is now. Raises Invalid where its file cannot be read."""
