@@ -2,15 +2,14 @@
 
 Compact: no object per block. A block is a *row*, an index into columns; 256 small dicts (by the key's first byte) lead from key to row,
 because one dict of a million keys stops the interpreter for 300 ms when it grows and small ones for less than 1. Rows that nobody leases stand in
-a list by age, one list per slot size; leased rows stand in none, so the oldest unleased block is always the first.
-A key enters the index only when its block is sealed. Does no I/O and holds no block bytes.
-Not thread-safe: the store holds its lock around every call.
+a list by age, one list per slot size and *rank*, which `order` gives them; leased rows stand in none, but for the few that are *kept*: held by who
+moves blocks, which is no use. A key enters the index only when its block is sealed. No I/O, no block bytes. Not thread-safe: its owner has a lock.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,8 @@ from kvtier.slabs import MAX_CLASSES
 FREE, RESERVED, SEALED, DOOMED = range(4)  # DOOMED: deleted while leased; its slot is free after the last release
 _GROW = 1 << 14
 _SPAN = 1 << 20
-_FIRST = MAX_CLASSES + 1  # rows below are the heads of the age lists, one per size class
+RANKS = 8  # uses of a block that `policy` tells apart
+_FIRST = (MAX_CLASSES + 1) * RANKS  # rows below are the heads of the age lists, one per size class and rank
 
 
 class Ledger:
@@ -33,6 +33,7 @@ class Ledger:
         self._keys: list[bytes] = []
         self.state = array("B")
         self.size = array("B")  # index of the size class
+        self.rank = array("B")  # below RANKS; what it was when the row was linked says in which list it stands
         self.leases = array("I")
         self.page = array("I")
         self.nbytes = array("I")  # of the block
@@ -42,11 +43,12 @@ class Ledger:
         self.age = array("Q")  # tick of the last use
         self._prev = array("I")
         self._next = array("I")
-        self._tick = 0
+        self.tick = 0  # rows that were put or used so far
         self.known = 0  # sealed blocks
         self.reserved = self.reserved_bytes = 0  # rows and bytes of their slots
         self.leased = self.leased_bytes = 0  # rows that somebody leases, doomed ones too
-        self.idle = array("I", bytes(4 * _FIRST))  # length of each age list
+        self.kept: set[int] = set()  # leased rows that stand in their lists
+        self.idle = array("I", bytes(4 * (MAX_CLASSES + 1)))  # unleased sealed rows of each size class
         self._grow(_FIRST)
         for row in range(_FIRST):
             self._prev[row] = self._next[row] = row
@@ -66,7 +68,7 @@ class Ledger:
         shards = self._shards
         return [shards[key[0]].get(key) for key in keys]
 
-    def reserve(self, pages: Sequence[int], keys: Sequence[bytes], nbytes: int, slot: int, size: int, namespace: int) -> list[int]:
+    def reserve(self, pages: Sequence[int], keys: Sequence[bytes], nbytes: int, slot: int, size: int, handle: int, ranks: bytes = b"") -> list[int]:
         """New rows for these slots of `slot` bytes in size class `size`: counted, not yet known."""
         n = len(keys)
         if len(self._free) < n:
@@ -74,17 +76,18 @@ class Ledger:
         cut = len(self._free) - n
         rows = self._free[cut:].tolist()
         del self._free[cut:]
-        state, sizes, page_of, nbytes_of, slot_of, namespaces, key_of = (
-            self.state, self.size, self.page, self.nbytes, self.slot, self.namespace, self._keys,
+        state, sizes, rank_of, page_of, nbytes_of, slot_of, namespaces, key_of = (
+            self.state, self.size, self.rank, self.page, self.nbytes, self.slot, self.namespace, self._keys,
         )  # fmt: skip
-        for row, page, key in zip(rows, pages, keys, strict=True):
+        for row, page, key, rank in zip(rows, pages, keys, ranks or bytes(n), strict=True):
             state[row] = RESERVED
             sizes[row] = size
             page_of[row] = page
             nbytes_of[row] = nbytes
             slot_of[row] = slot
-            namespaces[row] = namespace
+            namespaces[row] = handle
             key_of[row] = key
+            rank_of[row] = rank
             self.checksum[row] = 0
         self.reserved += n
         self.reserved_bytes += n * slot
@@ -110,13 +113,21 @@ class Ledger:
         self._link(won)
         return sealed
 
-    def lease(self, rows: Sequence[int]) -> int:
-        """One more holder for each of these sealed rows (each given once). Returns the bytes of slots that nobody held before."""
+    def lease(self, rows: Sequence[int], keep: bool = False) -> int:
+        """One more holder for each of these sealed rows (each given once). Returns the bytes of slots that nobody held before.
+
+        `keep`: rows that nobody else leases stay at their age, unless somebody leases them without `keep` meanwhile.
+        """
         leases = self.leases
         idle = [row for row in rows if not leases[row]]
         for row in rows:
             leases[row] += 1
-        self._unlink(idle)
+        if keep:
+            self.kept.update(idle)
+            for row in idle:
+                self.idle[self.size[row]] -= 1
+        else:
+            self._unlink([*self._end_keeping(rows), *idle] if self.kept else idle)
         fresh = sum(map(self.slot.__getitem__, idle))
         self.leased += len(idle)
         self.leased_bytes += fresh
@@ -130,31 +141,38 @@ class Ledger:
             leases[row] -= 1
         idle = [row for row in rows if not leases[row]]
         sealed = [row for row in idle if state[row] == SEALED]
-        self._link(sealed)
         doomed = [row for row in idle if state[row] != SEALED] if len(sealed) < len(idle) else []
+        back = self._end_keeping(idle) if self.kept else ()
+        self._link([row for row in sealed if row not in back] if back else sealed)
         gone = sum(map(self.slot.__getitem__, idle))
         self.leased -= len(idle)
         self.leased_bytes -= gone
         return gone, doomed
 
-    def oldest(self, size: int) -> int | None:
-        """Tick of the oldest unleased block of a size class, None if there is none."""
-        row = self._next[size]
-        return None if row == size else self.age[row]
-
     def youngest(self, size: int) -> int | None:
         """Tick of the youngest unleased block of a size class, None if there is none."""
-        row = self._prev[size]
-        return None if row == size else self.age[row]
+        heads = range(size * RANKS, (size + 1) * RANKS)
+        return max((self.age[row] for head in heads if (row := self._prev[head]) != head), default=None)
 
-    def victims(self, size: int, n: int) -> list[int]:
-        """Up to `n` unleased rows of a size class, oldest first. Does not modify."""
-        rows: list[int] = []
-        row, after = self._next[size], self._next
-        while len(rows) < n and row != size:
+    def oldest(self, size: int) -> list[tuple[int, int]]:
+        """(rank, row) of the oldest unleased block of each rank of a size class that has one."""
+        first = self._next[size * RANKS : (size + 1) * RANKS]
+        return [(rank, row) for rank, row in enumerate(map(self._unkept, first) if self.kept else first) if row >= _FIRST]
+
+    def from_oldest(self, row: int, n: int) -> tuple[list[int], int | None]:
+        """Up to `n` unleased rows of one list and age, beginning with this one, and the row behind them, None at the young end."""
+        rows, after, ages, age = [row], self._next, self.age, self.age[row]
+        while True:
+            row = self._unkept(after[row]) if self.kept else after[row]
+            if row < _FIRST or ages[row] != age or len(rows) == n:
+                return rows, row if row >= _FIRST else None
             rows.append(row)
-            row = after[row]
-        return rows
+
+    def _unkept(self, row: int) -> int:
+        """This row or the first behind it that nobody leases; the head of its list if there is none."""
+        while row in self.kept:
+            row = self._next[row]
+        return row
 
     def forget(self, rows: Sequence[int]) -> list[int]:
         """Drops unleased rows, sealed, reserved or doomed. Returns their pages; the rows are void."""
@@ -179,6 +197,7 @@ class Ledger:
     def doom(self, row: int) -> None:
         """A leased row leaves the index at once; `release` hands it back."""
         assert self.state[row] == SEALED and self.leases[row]
+        self._unlink(list(self._end_keeping((row,))))
         key = self._keys[row]
         del self._shards[key[0]][key]
         self.known -= 1
@@ -210,8 +229,8 @@ class Ledger:
             column = getattr(self, name)
             np.frombuffer(column, column.typecode)[rows] = values
         np.frombuffer(self.state, np.uint8)[rows] = SEALED
-        np.frombuffer(self.age, np.uint64)[rows] = np.arange(self._tick + 1, self._tick + 1 + n, dtype=np.uint64)
-        self._tick += n
+        np.frombuffer(self.age, np.uint64)[rows] = np.arange(self.tick + 1, self.tick + 1 + n, dtype=np.uint64)
+        self.tick += n
         shards, key_of = self._shards, self._keys
         for row, key in zip(rows.tolist(), keys, strict=True):
             shards[key[0]][key] = row
@@ -221,11 +240,11 @@ class Ledger:
             raise ValueError("a key stands twice")
         prev, after = np.frombuffer(self._prev, np.uint32), np.frombuffer(self._next, np.uint32)
         sizes = np.frombuffer(self.size, np.uint8)[rows]
-        for head in np.unique(sizes).tolist():
-            chain = np.concatenate(([head], rows[sizes == head], [head])).astype(np.uint32)
+        for size in np.unique(sizes).tolist():
+            chain = np.concatenate(([size * RANKS], rows[sizes == size], [size * RANKS])).astype(np.uint32)
             after[chain[:-1]] = chain[1:]
             prev[chain[1:]] = chain[:-1]
-            self.idle[head] = len(chain) - 2
+            self.idle[size] = len(chain) - 2
 
     def copy_sealed(self) -> tuple[dict[str, npt.NDArray[Any]], list[bytes]]:
         """Copies of the columns of all sealed rows, their numbers as "row", and of every row's key. 20 ms a million blocks."""
@@ -290,16 +309,17 @@ class Ledger:
         assert (self.reserved, self.reserved_bytes) == (int(np.count_nonzero(waiting)), int(slot[waiting].sum(dtype=np.uint64)))
         del slot, leases, waiting
         listed: set[int] = set()
-        for size in range(_FIRST):
-            row, before, age = self._next[size], size, 0
-            while row != size:
+        for head in range(_FIRST):
+            row, before, age = self._next[head], head, 0
+            while row != head:
                 assert row not in listed and self._prev[row] == before, "an age list is broken"
-                assert self.size[row] == size and self.state[row] == SEALED and not self.leases[row]
+                assert self.size[row] * RANKS + self.rank[row] == head and self.state[row] == SEALED
+                assert bool(self.leases[row]) == (row in self.kept)
                 assert self.age[row] >= age, "an age list is out of order"
                 listed.add(row)
                 before, age, row = row, self.age[row], self._next[row]
-            assert self._prev[size] == before
-        assert sum(self.idle) == len(listed)
+            assert self._prev[head] == before
+        assert self.kept <= listed and sum(self.idle) == len(listed) - len(self.kept)
         pages: dict[int, int] = {}
         free = set(self._free)
         for row in range(_FIRST, len(self.state)):
@@ -308,7 +328,7 @@ class Ledger:
             if state == FREE:
                 continue
             assert (state == SEALED) == (row in indexed) and (row not in indexed or indexed[row] == self._keys[row])
-            assert (state == SEALED and not self.leases[row]) == (row in listed)
+            assert (state == SEALED and (not self.leases[row] or row in self.kept)) == (row in listed)
             assert self.leases[row] or state != DOOMED
             assert self.page[row] not in pages, "two rows share a slot"
             pages[self.page[row]] = row
@@ -318,7 +338,8 @@ class Ledger:
         """More rows. All or nothing: columns of unequal length would not go together."""
         first = len(self._keys)
         columns = (
-            self.state, self.size, self.leases, self.page, self.nbytes, self.slot, self.namespace, self.checksum, self.age, self._prev, self._next,
+            self.state, self.size, self.rank, self.leases, self.page, self.nbytes, self.slot, self.namespace, self.checksum, self.age,
+            self._prev, self._next,
         )  # fmt: skip
         try:
             for column in columns:
@@ -331,18 +352,27 @@ class Ledger:
             del self._keys[first:]
             raise
 
+    def _end_keeping(self, rows: Iterable[int]) -> set[int]:
+        """Those of these rows that were kept are unleased rows again, as far as the lists go. Returns them."""
+        back = self.kept.intersection(rows)
+        self.kept -= back
+        for row in back:
+            self.idle[self.size[row]] += 1
+        return back
+
     def _link(self, rows: Sequence[int]) -> None:
         """Puts rows at the young end of their lists, the last first: a tail is always older than its head."""
-        self._tick += 1
-        tick, prev, after, sizes, ages, idle = self._tick, self._prev, self._next, self.size, self.age, self.idle
+        self.tick += len(rows)
+        tick, prev, after, sizes, ranks, ages, idle = self.tick, self._prev, self._next, self.size, self.rank, self.age, self.idle
         for row in reversed(rows):
-            head = sizes[row]
+            size = sizes[row]
+            head = size * RANKS + ranks[row]
             last = prev[head]
             after[last] = prev[head] = row
             prev[row] = last
             after[row] = head
             ages[row] = tick
-            idle[head] += 1
+            idle[size] += 1
 
     def _unlink(self, rows: Sequence[int]) -> None:
         prev, after, sizes, idle = self._prev, self._next, self.size, self.idle

@@ -16,6 +16,7 @@ from kvtier.errors import Stale
 from kvtier.layout import SLOT_ALIGN, Extents
 from kvtier.ledger import Ledger
 from kvtier.namespaces import Namespace
+from kvtier.order import Order
 from kvtier.room import Room
 
 
@@ -32,6 +33,9 @@ class Lower(Protocol):
     def offer(self, keys: Sequence[bytes], namespace: Namespace) -> None:
         """These blocks were sealed."""
 
+    def offer_again(self, keys: Sequence[bytes], handle: int, tenant: str) -> None:
+        """These blocks, of one namespace, were used for the second time: what was left out of a tier may be worth its bytes now."""
+
     def delete(self, keys: Sequence[bytes]) -> None:
         """These blocks are to be forgotten."""
 
@@ -45,9 +49,10 @@ class Lower(Protocol):
 class Movers:
     """Accounts and slots of those who move blocks. `account` makes an empty account of the daemon's own under a tenant."""
 
-    def __init__(self, arena: Arena, ledger: Ledger, room: Room, lock: threading.Lock, account: Callable[[str], Account]) -> None:
+    def __init__(self, arena: Arena, ledger: Ledger, order: Order, room: Room, lock: threading.Lock, account: Callable[[str], Account]) -> None:
         self._arena = arena
         self._ledger = ledger
+        self._order = order
         self._room = room
         self._lock = lock
         self._account = account
@@ -74,7 +79,7 @@ class Movers:
                     break
                 found[i] = row
             rows = list(found.values())
-            account.tenant.held += ledger.lease(rows)
+            account.tenant.held += ledger.lease(rows, keep=True)
             account.held += sum(map(ledger.slot.__getitem__, rows))
             account.leased.update(rows)
             return found
@@ -94,6 +99,10 @@ class Movers:
             self._room.free(doomed)
             return gone
 
+    def rank(self, row: int) -> int:
+        """How often a held row was used again, as far as that is told apart."""
+        return self._ledger.rank[row]
+
     def slot_of(self, row: int) -> tuple[memoryview, int]:
         """The whole slot of a held or reserved row, and the bytes of its block."""
         start = self._ledger.page[row] * SLOT_ALIGN
@@ -110,7 +119,8 @@ class Movers:
             size = self._room.size_class(slot)
             pages = self._room.take(size, 1)
             try:
-                (row,) = self._ledger.reserve(pages, [key], extents.block_bytes, slot, size.index, namespace.handle)
+                rank = self._order.recall([key], [None], use=0)
+                (row,) = self._ledger.reserve(pages, [key], extents.block_bytes, slot, size.index, namespace.handle, rank)
             except BaseException:
                 self._room.give(pages)
                 raise

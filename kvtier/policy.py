@@ -1,25 +1,27 @@
 """Who goes first, who may hold how much, what is worth writing down: pure functions and small state objects, no clock, no I/O.
 
-The room asks, the ledger executes. Its order today is least recently used, tails before heads, over all slot sizes by age. `Reuse` and `Ghosts` are
-the order that `replay` judges: blocks are told apart by how often they were used (their *rank*), and what a rank is worth at an age is learned from
-what came back. Ranks never grow from a head to its tail and worth never grows with age, so tails go before heads. Pins are leases: never victims.
+`order` asks for the arena, the ledger executes, `replay` judges. Blocks are told apart by how often they were used (their *rank*), and what a rank is
+worth at an age is learned from what came back; before that it is least recently used. Ranks never grow from a head to its tail and worth never grows
+with age, so tails go before heads. Pins are leases: never victims.
 Time is counted in ticks: blocks put or used since the start. Not thread-safe: the owner holds its lock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from kvtier import ledger
 
 SESSION_SHARE = 0.25  # of the arena, that one session may hold leased and reserved
 PIN_SHARE = 0.10  # of the arena, that operators may pin
 TENANT_SHARE = 0.50  # of the arena, that all sessions of one tenant may hold
 
 # Each constant was varied over nine traces and six sizes (docs/policy.md); none moves the mean hit ratio by more than 0.005 when doubled or halved.
-RANKS = 8  # uses that are told apart: 1 ... 7, and 8 or more. 6 and 12 do as well, 4 loses 0.004
+RANKS = ledger.RANKS  # 8 uses are told apart: 1 ... 7, and 8 or more. 6 and 12 do as well, 4 loses 0.004; a ghost has three bits for it
 BUCKETS = 82  # of age: two an octave, up to 2**40 ticks
 PRIOR = 8.0  # blocks' worth of belief in "as likely to come back within as long again as it has waited", which is least recently used
 KEEP = 0.95  # of the counts, at each lesson: with a lesson every half a capacity they are forgotten as fast as ghosts are
@@ -28,14 +30,22 @@ GHOSTS, WAYS = 8, 4  # evicted blocks remembered per block held, 8 bytes each; 4
 SAMPLE = 65_536  # ghosts looked at in a lesson at most
 HALF = 0.5  # of the write budget's burst, kept for blocks that were used again
 
-_RANK, _TICK, _TAG = 20, 23, 0xFFFFF  # a ghost: tick | rank (3 bits) | tag (20 bits); a false match once in 250,000 questions
+WAITING = 1024  # ghosts at most that go into the table together: one at a time they cost 1.2 us each, so 0.2
+
+_RANK, _TICK, _TAG = (
+    np.uint64(20),
+    np.uint64(23),
+    np.uint64(0xFFFFF),
+)  # a ghost: tick | rank (3 bits) | tag (20 bits); false once in 250,000 questions
 Floats = npt.NDArray[np.float64]
+Words = npt.NDArray[np.uint64]
+_NONE: Words = np.zeros(0, np.uint64)
 
 
-def source(own: int, oldest: Mapping[int, int]) -> int | None:
-    """From which size class to take room for class `own`: `oldest` maps a class to the age of its oldest unleased block.
+def source(own: int, oldest: Mapping[int, Any]) -> int | None:
+    """From which size class to take room for class `own`: `oldest` maps a class to what its next victim is worth, or to that one's age.
 
-    The class with the oldest block gives; `own` gives when it is as old as any, because that evicts one block and not a slab. None: nobody can.
+    The class with the least gives; `own` gives when it has as little as any, because that evicts one block and not a slab. None: nobody can.
     """
     if not oldest:
         return None
@@ -75,6 +85,16 @@ _START: Floats = np.array([float(b) if b < 2 else float((2 + (b & 1)) << ((b >> 
 _WIDTH: Floats = np.diff(_START)
 
 
+def rank_of(ghosts: Words) -> npt.NDArray[np.int64]:
+    """Ranks of ghosts."""
+    return (ghosts >> _RANK & np.uint64(7)).astype(np.int64)
+
+
+def tick_of(ghosts: Words) -> npt.NDArray[np.int64]:
+    """Ticks of the last use of ghosts."""
+    return (ghosts >> _TICK).astype(np.int64)
+
+
 def census(ranks: npt.NDArray[Any], ages: npt.NDArray[Any]) -> Floats:
     """[RANKS, BUCKETS]: how many of these blocks are of each rank and age."""
     at = np.clip(np.searchsorted(_START, ages, "right") - 1, 0, BUCKETS - 1)
@@ -89,7 +109,7 @@ class Reuse:
 
     def __init__(self) -> None:
         self.hits = [0.0] * (RANKS * BUCKETS)
-        self.lost = [0.0] * (RANKS * BUCKETS)
+        self.lost: Floats = np.zeros((RANKS, BUCKETS))
         self.worth: list[list[float]] = []
         self._price(np.zeros((RANKS, BUCKETS)), np.zeros((RANKS, BUCKETS)))
 
@@ -97,15 +117,16 @@ class Reuse:
         """A block of this rank was used again after `age` ticks."""
         self.hits[rank * BUCKETS + bucket(age)] += 1.0
 
-    def gone(self, rank: int, age: int) -> None:
-        """A block of this rank was not used again for `age` ticks; nothing more will be known of it."""
-        self.lost[rank * BUCKETS + bucket(age)] += 1.0
+    def gone(self, ranks: npt.NDArray[Any], ages: npt.NDArray[Any]) -> None:
+        """Blocks of these ranks were not used again for so many ticks; nothing more will be known of them."""
+        self.lost += census(ranks, ages)
 
     def learn(self, living: Floats) -> None:
         """New prices. `living` is the census of what is held or remembered: it has waited so far. Costs about 1 ms."""
-        hits, lost = (np.array(counts).reshape(RANKS, BUCKETS) for counts in (self.hits, self.lost))
-        self._price(hits, hits + lost + living)
-        self.hits, self.lost = (hits * KEEP).ravel().tolist(), (lost * KEEP).ravel().tolist()
+        hits: Floats = np.array(self.hits).reshape(RANKS, BUCKETS)
+        self._price(hits, hits + self.lost + living)
+        self.hits[:] = (hits * KEEP).ravel().tolist()
+        self.lost *= KEEP
 
     def _price(self, hits: Floats, ends: Floats) -> None:
         """Kaplan-Meier: of the blocks that reached a bucket, how many came back in it; then the best ratio of hits to time over all horizons.
@@ -131,38 +152,64 @@ class Reuse:
 
 
 class Ghosts:
-    """Rank and last tick of evicted blocks, by 64 bits of their key: GHOSTS * 8 bytes for each of `blocks`, touched as they are used."""
+    """Rank and last tick of evicted blocks, by the first 64 bits of their key: GHOSTS * 8 bytes for each of `blocks`, touched as they are used.
 
-    def __init__(self, blocks: int) -> None:
+    A ghost is an integer that says its `rank_of` and `tick_of`. Those of the last evictions wait in a dict until they go into the table together.
+    """
+
+    def __init__(self, blocks: int, waiting: int = WAITING) -> None:
         self._sets = max(1, blocks * GHOSTS // WAYS)
-        self._array = np.zeros(self._sets * WAYS, np.uint64)
-        self._table = self._array.data.cast("B").cast("Q")
+        self._table = np.zeros((self._sets, WAYS), np.uint64)
+        self._waiting: dict[bytes, tuple[int, int]] = {}
+        self._most = min(waiting, max(32, blocks // 32))
 
     @property
     def nbytes(self) -> int:
-        return self._array.nbytes
+        return self._table.nbytes
 
-    def remember(self, key: int, rank: int, tick: int) -> tuple[int, int] | None:
-        """A block was evicted, last used at `tick` (1 or later). Returns (rank, tick) of the ghost that is overwritten for it."""
-        at = (key * self._sets >> 64) * WAYS
-        ghosts = self._table[at : at + WAYS].tolist()
-        old = min(ghosts)
-        self._table[at + ghosts.index(old)] = tick << _TICK | rank << _RANK | key & _TAG
-        return (old >> _RANK & 7, old >> _TICK) if old else None
+    def remember(self, keys: Iterable[bytes], ranks: Iterable[int], ticks: Iterable[int]) -> Words:
+        """These blocks were evicted, last used at these ticks (1 or later). Returns the ghosts that were overwritten."""
+        self._waiting.update(zip(keys, zip(ranks, ticks, strict=True), strict=True))
+        if len(self._waiting) < self._most:
+            return _NONE
+        words, told = _words(self._waiting), np.array([tick << 3 | rank for rank, tick in self._waiting.values()], np.uint64)
+        at, first = np.unique(self._set_of(words), return_index=True)
+        later = set(range(len(words))).difference(first.tolist()) if len(first) < len(words) else ()
+        self._waiting = {key: ghost for i, (key, ghost) in enumerate(self._waiting.items()) if i in later} if later else {}  # two of one set
+        sets = self._table[at]
+        way = sets.argmin(1)
+        self._table[at, way] = told[first] << _RANK | words[first] & _TAG
+        old: Words = sets[np.arange(len(way)), way]
+        return old[old > 0]
 
-    def recall(self, key: int) -> tuple[int, int] | None:
-        """(rank, tick) of a block that comes back; it is a ghost no more. None: not remembered."""
-        at = (key * self._sets >> 64) * WAYS
-        for i, ghost in enumerate(self._table[at : at + WAYS].tolist(), at):
-            if ghost and not (ghost ^ key) & _TAG:
-                self._table[i] = 0
-                return ghost >> _RANK & 7, ghost >> _TICK
-        return None
+    def recall(self, keys: Sequence[bytes]) -> dict[int, tuple[int, int]]:
+        """{index: (rank, tick)} of those that come back; they are ghosts no more."""
+        found: dict[int, tuple[int, int]] = {}
+        words = _words(keys)
+        at = self._set_of(words)
+        sets = self._table[at]
+        alike = (sets ^ words[:, None]) & _TAG == 0
+        if alike.any():
+            which, way = (alike & (sets > 0)).nonzero()
+            self._table[at[which], way] = 0
+            ghosts = sets[which, way]
+            found = dict(zip(which.tolist(), zip(rank_of(ghosts).tolist(), tick_of(ghosts).tolist(), strict=True), strict=True))
+        if not self._waiting.keys().isdisjoint(keys):
+            found |= {i: self._waiting.pop(key) for i, key in enumerate(keys) if key in self._waiting}
+        return found
 
     def living(self, tick: int) -> Floats:
         """Census of what is remembered, from a sample of it."""
-        stride = -(-len(self._array) // SAMPLE)
-        ghosts = self._array[::stride]
+        ghosts = self._table.ravel()
+        stride = -(-len(ghosts) // SAMPLE)
+        ghosts = ghosts[::stride]
         ghosts = ghosts[ghosts > 0]
-        ranks = ghosts >> np.uint64(_RANK) & np.uint64(7)
-        return census(ranks, tick - (ghosts >> np.uint64(_TICK)).astype(np.int64)) * stride
+        return census(rank_of(ghosts), tick - tick_of(ghosts)) * stride
+
+    def _set_of(self, words: Words) -> Words:
+        return (words >> _RANK) % np.uint64(self._sets)
+
+
+def _words(keys: Collection[bytes]) -> Words:
+    """The first 8 bytes of each key as a number. All are of one length, a multiple of 8."""
+    return np.frombuffer(b"".join(keys), np.uint64).reshape(len(keys), -1)[:, 0]

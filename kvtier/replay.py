@@ -1,4 +1,4 @@
-"""What an order of eviction is worth, judged on a trace of requests: `python -m kvtier.replay TRACE --bytes N`.
+"""What an order of eviction is worth, judged on a trace of requests: behind `kvtier replay TRACE --bytes N`.
 
 One rule: hit ratio = blocks of the unbroken prefix that are present / all blocks referenced; a request's blocks are then put or used, the tail first.
 Policies are LRU, S3-FIFO and ARC as in their papers, Belady, which knows the future, and kvtier's (`policy.Reuse`). Traces are Mooncake's JSON
@@ -7,7 +7,6 @@ lines or the columns that `save` writes. Numbers only: no bytes of blocks, no da
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import json
 import sys
@@ -23,6 +22,7 @@ from kvtier.errors import Invalid
 from kvtier.layout import Extents, attention
 from kvtier.slabs import Slabs
 
+BELADY = "belady"
 SHARES = (1, 2, 5, 10, 20, 40)  # percent of the distinct blocks
 MAX_TRACE_BYTES = 2**30
 Requests = list[list[int]]
@@ -211,17 +211,20 @@ class Kvtier:
     def _ranks(self, blocks: Sequence[int]) -> list[int]:
         """The rank of each block after this use, never more than its head's."""
         ranks, low, tick = [], policy.RANKS - 1, self._tick
+        absent = [block for block in blocks if block not in self._rank]
+        back = self._ghosts.recall([mixed(block) for block in absent]) if absent else {}
+        ghosts = {absent[i]: ghost for i, ghost in back.items()}
         for block in blocks:
             rank = self._rank.get(block)
             if rank is not None:
                 then = self._lists[rank][block]
             else:
-                found = self._ghosts.recall(mixed(block))
-                if found is None:
+                ghost = ghosts.get(block)
+                if ghost is None:
                     low = 0
                     ranks.append(0)
                     continue
-                rank, then = found
+                rank, then = ghost
             self._reuse.hit(rank, tick - then)
             low = min(low, rank + 1)
             ranks.append(low)
@@ -238,9 +241,9 @@ class Kvtier:
                     least, giver = offer, rank
         block, then = self._lists[giver].popitem(last=False)
         del self._rank[block]
-        old = self._ghosts.remember(mixed(block), giver, then)
-        if old is not None:
-            self._reuse.gone(old[0], tick - old[1])
+        gone = self._ghosts.remember([mixed(block)], [giver], [then])
+        if len(gone):
+            self._reuse.gone(policy.rank_of(gone), tick - policy.tick_of(gone))
 
     def _learn(self) -> None:
         ranks = np.repeat(np.arange(policy.RANKS), [len(blocks) for blocks in self._lists])
@@ -251,12 +254,12 @@ class Kvtier:
 POLICIES: dict[str, Callable[[int], Policy]] = {"lru": Lru, "s3-fifo": S3Fifo, "arc": Arc, "kvtier": Kvtier}
 
 
-def mixed(block: int) -> int:
+def mixed(block: int) -> bytes:
     """64 well-mixed bits of a trace's block number (splitmix64), as a key's first 8 bytes are."""
     x = (block + 0x9E3779B97F4A7C15) & _U64
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _U64
     x = (x ^ x >> 27) * 0x94D049BB133111EB & _U64
-    return x ^ x >> 31
+    return (x ^ x >> 31).to_bytes(8, sys.byteorder)
 
 
 def hit_ratio(requests: Requests, cache: Policy, tick: Callable[[int], object] | None = None) -> float:
@@ -334,67 +337,48 @@ def blocks_held(nbytes: int, extents: Extents) -> int:
     return slabs.count * (slabs.slab_bytes // extents.slot_bytes)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints hit ratios at `--bytes`: BF16 with LRU beside FP8 with each policy; at shares of the distinct blocks without it."""
-    parser = argparse.ArgumentParser(prog="python -m kvtier.replay", description="Hit ratios of a trace.")
-    parser.add_argument("trace", type=Path)
-    parser.add_argument("--bytes", type=int, default=0, help="bytes of the arena")
-    parser.add_argument("--layout", default="32,8,128", help="layers,KV heads,width of a head (32,8,128: Llama-3.1-8B)")
-    parser.add_argument("--tokens", type=int, default=512, help="tokens of one of the trace's blocks")
-    parser.add_argument("--policy", action="append", choices=sorted(POLICIES), help="more than once, if you like; all by default")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of lines")
-    given = parser.parse_args(arguments)
-    try:
-        requests = load(given.trace)
-        layers, heads, width = map(int, given.layout.split(","))
-        names = given.policy or list(POLICIES)
-        if given.bytes:
-            rows = _at_bytes(requests, given.bytes, given.tokens, (layers, heads, width), names)
-        else:
-            rows = [row for share in SHARES for row in _at_share(requests, share, names)]
-    except (Invalid, ValueError) as error:
-        print(f"kvtier: {error}", file=sys.stderr)
-        return 2
-    if given.json:
-        print(json.dumps({"trace": str(given.trace), "rows": rows}))
-        return 0
-    for row in rows:
-        print("  ".join(f"{name} {value:.4f}" if isinstance(value, float) else f"{name} {value}" for name, value in row.items()))
-    return 0
+Tick = Callable[[int], object]  # is told how many requests were replayed since it was told last
 
 
-def _at_share(requests: Requests, share: int, names: Sequence[str]) -> list[dict[str, object]]:
-    capacity = max(1, distinct(requests) * share // 100)
-    found = [(name, _shown(requests, name, capacity)) for name in names] + [("belady", belady(requests, capacity))]
-    return [{"share": share, "blocks": capacity, "policy": name, "hit_ratio": ratio} for name, ratio in found]
-
-
-def _at_bytes(requests: Requests, nbytes: int, tokens: int, shape: tuple[int, int, int], names: Sequence[str]) -> list[dict[str, object]]:
-    """A kvtier block is 16 tokens, so that it fits the largest slot; a trace's block is as many of them as it has tokens."""
+def at_shares(requests: Requests, names: Sequence[str], tick: Tick | None = None) -> list[dict[str, object]]:
+    """Hit ratios of these policies, and Belady's, at `SHARES` percent of the distinct blocks."""
     rows: list[dict[str, object]] = []
-    for dtype, chosen in (("bf16", ["lru"]), ("e4m3fn", list(names))):
+    for share in SHARES:
+        capacity = max(1, distinct(requests) * share // 100)
+        rows += [
+            {"share": share, "blocks": capacity, "policy": name, "hit_ratio": _ratio(requests, name, capacity, tick)} for name in [*names, BELADY]
+        ]
+    return rows
+
+
+def at_bytes(
+    requests: Requests, nbytes: int, tokens: int, shape: tuple[int, int, int], names: Sequence[str], tick: Tick | None = None
+) -> list[dict[str, object]]:
+    """Hit ratios in `nbytes` of arena: BF16 with LRU, FP8 with these policies and Belady. A trace's block is `tokens` of a model of this shape.
+
+    A kvtier block is 16 tokens here, so that it fits the largest slot; a trace's block is as many of them as it has tokens. Raises Invalid.
+    """
+    rows: list[dict[str, object]] = []
+    for dtype, chosen in (("bf16", ["lru"]), ("e4m3fn", [*names, BELADY])):
         extents = attention(*shape, engine_tokens=16, dtype=dtype).extents()
         capacity = blocks_held(nbytes, extents) // max(1, tokens // 16)
         if not capacity:
             raise Invalid(f"{nbytes} bytes hold no block of {tokens} tokens in {dtype}")
         for name in chosen:
-            ratio = _shown(requests, name, capacity)
+            ratio = _ratio(requests, name, capacity, tick)
             rows.append({"format": dtype, "slot_bytes": extents.slot_bytes, "blocks": capacity, "policy": name, "hit_ratio": ratio})
     return rows
 
 
-def _shown(requests: Requests, name: str, capacity: int) -> float:
-    """A hit ratio, with progress on a terminal's stderr."""
-    if not sys.stderr.isatty():
-        return hit_ratio(requests, POLICIES[name](capacity))
+def _ratio(requests: Requests, name: str, capacity: int, tick: Tick | None) -> float:
+    done = 0
 
-    def tick(done: int) -> None:
-        print(f"\r{name:8} {capacity} blocks  {100 * done // len(requests):3} %", end="", file=sys.stderr, flush=True)
+    def tell(now: int) -> None:
+        nonlocal done
+        if tick is not None:
+            tick(now - done)
+        done = now
 
-    ratio = hit_ratio(requests, POLICIES[name](capacity), tick)
-    print("\r" + " " * 60 + "\r", end="", file=sys.stderr)
+    ratio = belady(requests, capacity) if name == BELADY else hit_ratio(requests, POLICIES[name](capacity), tell)
+    tell(len(requests))
     return ratio
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
-"""Who gets a slot when there are too few: free ones first, then empty slabs of other sizes, then the slots of what is oldest.
+"""Who gets a slot when there are too few: free ones first, then empty slabs of other sizes, then the slots of what is worth least.
 
-`policy` says who goes, the ledger and the slabs forget them; no I/O, and what is leased or reserved never goes. A request that cannot be met
+`order` says who goes, the ledger and the slabs forget them; no I/O, and what is leased or reserved never goes. A request that cannot be met
 takes nothing and evicts nothing. Not thread-safe: the store, which owns it, holds its lock around every call.
 """
 
@@ -15,6 +15,7 @@ from kvtier.arena import Arena
 from kvtier.errors import Full
 from kvtier.layout import SLOT_ALIGN
 from kvtier.ledger import Ledger
+from kvtier.order import Order
 from kvtier.slabs import SizeClass, Slabs
 
 
@@ -48,10 +49,11 @@ class Room:
     poison   fill freed slots with 0x7F
     """
 
-    def __init__(self, arena: Arena | None, slabs: Slabs, ledger: Ledger, counters: Counters, poison: bool) -> None:
+    def __init__(self, arena: Arena | None, slabs: Slabs, ledger: Ledger, order: Order, counters: Counters, poison: bool) -> None:
         self._arena = arena
         self._slabs = slabs
         self._ledger = ledger
+        self._order = order
         self._counters = counters
         self._poison = poison
 
@@ -69,11 +71,11 @@ class Room:
             if gone is None or not self._can_take(SizeClass(0, slot), n):
                 self._counters.full += 1
                 raise
-            self._evict(ledger.victims(gone, ledger.idle[gone]))
+            self._evict(self._order.victims(gone, ledger.idle[gone]))
             return slabs.size_class(slot)
 
     def take(self, size: SizeClass, n: int) -> Sequence[int]:
-        """`n` free slots of this class, evicting what is oldest. Raises Full with nothing taken and nothing evicted."""
+        """`n` free slots of this class, evicting what is worth least. Raises Full with nothing taken and nothing evicted."""
         if not self._can_take(size, n):
             self._counters.full += 1
             raise Full("full, retry: what is leased and reserved leaves too little of the arena for blocks of this size")
@@ -107,12 +109,15 @@ class Room:
         return slots >= n
 
     def _make_room(self, size: SizeClass, n: int) -> None:
-        """Evicts up to `n` blocks of this class, or empties a slab of the class with the oldest blocks. `_can_take` has found that one can go."""
-        ledger = self._ledger
-        oldest = {c.index: age for c in self._slabs.classes.values() if (age := ledger.oldest(c.index)) is not None}
-        while (giver := policy.source(size.index, oldest)) is not None:
+        """Evicts up to `n` blocks of this class, or a slab of the class whose next victim is worth least. `_can_take` has found that one can go."""
+        ledger, order = self._ledger, self._order
+        order.learn()
+        classes = self._slabs.classes.values()
+        alone = len(classes) == 1  # as nearly always
+        least = {size.index: (0.0, 0)} if alone else {c.index: worth for c in classes if (worth := order.least(c.index)) is not None}
+        while (giver := policy.source(size.index, least)) is not None:
             if giver == size.index:
-                self._evict(ledger.victims(giver, n))
+                self._evict(order.victims(giver, n))
                 return
             slab = policy.slab_to_empty(ledger.slab_ages(giver, self._slabs.slab_pages))
             if slab is not None:
@@ -121,10 +126,11 @@ class Room:
                 self._slabs.release_slab(slab)
                 self._counters.drained_slabs += 1
                 return
-            del oldest[giver]  # something is in use in each of its slabs
+            del least[giver]  # something is in use in each of its slabs
         raise AssertionError("less room than was counted")
 
     def _evict(self, rows: Sequence[int]) -> None:
         self._counters.evicted_blocks += len(rows)
         self._counters.evicted_bytes += sum(map(self._ledger.nbytes.__getitem__, rows))
+        self._order.evicted(rows)
         self.free(rows)

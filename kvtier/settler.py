@@ -1,8 +1,9 @@
 """Copies sealed blocks down, in the background: the only way into a lower tier.
 
-A bounded queue of keys; one thread leases, checks or computes the checksum, lets the tier write, releases. What the queue has no room for, a spent
-budget or a tier that refuses is counted and left out: settling may be dropped, never waited for by a writer. `flush` waits for what it names, within
-its deadline. Blocks are held (a sixteenth of the arena at most) only while the tier writes. Thread-safe; never holds its lock while the tier works.
+A bounded queue of keys; one thread leases, checks or computes the checksum, lets the tier write, releases. What the queue has no room for, a scarce
+budget (`policy.admit`) or a tier that refuses is counted and left out: settling may be dropped, never waited for by a writer. `flush` waits in its
+deadline for what it names, and that is always worth its bytes. Blocks are held (a sixteenth of the arena at most) only while the tier writes.
+Thread-safe; never holds its lock while the tier works.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvtier import policy
 from kvtier.accounts import Account
 from kvtier.block import digest, verify
 from kvtier.errors import KvtierError, Lost
@@ -52,6 +54,14 @@ class Budget:
             return -tokens / self.per_second
         return 0.0
 
+    def left(self, now: float) -> float:
+        """The share that is left of a second's burst or of the day, whichever is less; 1 where nothing limits."""
+        if self._at is None:
+            return 1.0
+        today = self._today / self.per_day if self.per_day and now - self._day_began < _DAY else 0.0
+        burst = self._tokens / self.per_second + now - self._at if self.per_second else 1.0
+        return min(burst, 1.0 - today, 1.0)
+
     def spend(self, nbytes: int, now: float) -> None:
         """These bytes are written."""
         if self._at is None or now - self._day_began >= _DAY:
@@ -73,6 +83,7 @@ class Settler:
         self._wake = threading.Condition(threading.Lock())
         self._queue: OrderedDict[bytes, Namespace] = OrderedDict()
         self._busy: set[bytes] = set()
+        self._asked: set[bytes] = set()  # in the queue or busy, by `flush`
         self._stop = False
         self._drain_until = 0.0
         self.settled_blocks = self.settled_bytes = self.dropped_blocks = self.refused_blocks = self.spoiled_blocks = 0
@@ -143,8 +154,9 @@ class Settler:
             if key not in self._busy:
                 self._queue[key] = namespace
                 self._queue.move_to_end(key, last=False)
+        self._asked.update(keys)
         while len(self._queue) > MAX_QUEUE:
-            self._queue.popitem()
+            self._asked.discard(self._queue.popitem()[0])
             self.dropped_blocks += 1
         self._wake.notify_all()
 
@@ -158,8 +170,7 @@ class Settler:
             while True:
                 now = time.monotonic()
                 if self._stop and (not self._queue or now > self._drain_until):
-                    self.dropped_blocks += len(self._queue)
-                    self._queue.clear()
+                    self._drop_all()
                     return None
                 wait = self._budget.wait(now)
                 if self._queue and not wait:
@@ -167,11 +178,15 @@ class Settler:
                     self._busy.update(key for key, _ in batch)
                     return batch
                 if self._queue and (wait > 60 or (self._stop and now + wait > self._drain_until)):
-                    self.dropped_blocks += len(self._queue)
-                    self._queue.clear()
+                    self._drop_all()
                     self._wake.notify_all()
                     continue
                 self._wake.wait(min(1.0, wait) if self._queue else 1.0)
+
+    def _drop_all(self) -> None:
+        self.dropped_blocks += len(self._queue)
+        self._queue.clear()
+        self._asked.clear()
 
     # -- the thread
 
@@ -185,6 +200,8 @@ class Settler:
                 self.dropped_blocks += len(batch)
             with self._wake:
                 self._busy.clear()
+                rest = {key for key, _ in left}
+                self._asked.difference_update(key for key, _ in batch if key not in rest)
                 for key, namespace in reversed(left):
                     self._queue[key] = namespace
                     self._queue.move_to_end(key, last=False)
@@ -201,7 +218,8 @@ class Settler:
         spoiled: set[int] = set()
         gone: list[int] = []
         try:
-            outgoing = {row: out for i, row in rows.items() if (out := self._outgoing(row, *mine[i], spoiled)) is not None}
+            going = [(row, *mine[i]) for i, row in rows.items() if self._admitted(mine[i][0], row)]
+            outgoing = {row: out for row, key, namespace in going if (out := self._outgoing(row, key, namespace, spoiled)) is not None}
             self._write(list(outgoing.values()))
         finally:
             gone = self._store.movers.let_go(mover, list(rows.values()), spoiled)
@@ -209,6 +227,13 @@ class Settler:
             self._tier.delete([outgoing[row].key for row in gone if row in outgoing])
         last = max(rows, default=len(mine) - 1)
         return mine[last + 1 :] + [entry for entry in batch if entry[1].tenant != tenant]
+
+    def _admitted(self, key: bytes, row: int) -> bool:
+        """Whether a held block is worth its bytes; one that a flush asks for always is."""
+        if key in self._asked or policy.admit(self._store.movers.rank(row), self._budget.left(time.monotonic())):
+            return True
+        self.dropped_blocks += 1
+        return False
 
     def _outgoing(self, row: int, key: bytes, namespace: Namespace, spoiled: set[int]) -> Outgoing | None:
         """A held block on its way down; None, and the row among the spoiled, if it is no longer what was sealed."""

@@ -22,6 +22,7 @@ from kvtier.layout import HEADER_BYTES, SLOT_ALIGN
 from kvtier.ledger import Ledger, by_namespace
 from kvtier.movers import Lower, Movers
 from kvtier.namespaces import Namespace, Namespaces
+from kvtier.order import Order
 from kvtier.room import Counters, Room
 from kvtier.slabs import Slabs
 
@@ -43,10 +44,11 @@ class Store:
         self.counters = Counters()
         self._slabs = Slabs(arena.nbytes)
         self._ledger = Ledger()
-        self._room = Room(arena, self._slabs, self._ledger, self.counters, poison)
+        self._order = Order(self._ledger)
+        self._room = Room(arena, self._slabs, self._ledger, self._order, self.counters, poison)
         self._lock = threading.Lock()
         self._tenants: dict[str, Tenant] = {}
-        self.movers = Movers(arena, self._ledger, self._room, self._lock, lambda tenant: self.account(tenant, own=True))
+        self.movers = Movers(arena, self._ledger, self._order, self._room, self._lock, lambda tenant: self.account(tenant, own=True))
         self.lower: Lower | None = None
         self.namespaces = Namespaces(self._handles_in_use, self._purge)
         self.capacity = self._slabs.usable_bytes
@@ -84,7 +86,8 @@ class Store:
             size = self._room.size_class(slot, len(fresh))
             pages = self._room.take(size, len(fresh))
             try:
-                rows = self._ledger.reserve(pages, [keys[i] for i in fresh], nbytes, slot, size.index, namespace.handle)
+                ranks = self._order.recall(keys, present)
+                rows = self._ledger.reserve(pages, [keys[i] for i in fresh], nbytes, slot, size.index, namespace.handle, ranks)
             except BaseException:
                 self._slabs.give(pages)
                 raise
@@ -197,9 +200,9 @@ class Store:
                 rows, unique, total = self._fit(account, rows)
                 stop = CAP if len(rows) < asked else stop
             account.held += total
+            again = self._order.used(unique)
             account.tenant.held += ledger.lease(unique)
-            page = ledger.page
-            offsets = [page[row] * SLOT_ALIGN for row in rows]
+            offsets = [page * SLOT_ALIGN for page in map(ledger.page.__getitem__, rows)]
             if stop == MISS and (lower := self.lower) is not None and any(lower.find(rest := [keys[len(rows)]]) + lower.unsure(rest)):
                 stop = COLD
             if not account.own:
@@ -207,6 +210,8 @@ class Store:
                 self.counters.leased_blocks += len(rows)
                 self.counters.leased_bytes += total
                 self.counters.unserved[stop] += len(keys) - len(rows)
+        if again and (lower := self.lower) is not None:
+            lower.offer_again(list(map(ledger.key, again)), ledger.namespace[again[0]], account.tenant.name)
         return rows, offsets, stop
 
     def release(self, account: Account, rows: Sequence[int]) -> None:
@@ -285,10 +290,10 @@ class Store:
         """
         with self._lock:
             pages = self._ledger.check_integrity()
-            self._slabs.check_integrity({page: self._slot_bytes(row) for page, row in pages.items()})
+            self._slabs.check_integrity({page: self._ledger.slot[row] for page, row in pages.items()})
             assert self._slabs.taken_bytes() <= self.capacity
             held, reserved = self._ledger.held_rows(), self._ledger.reserved_rows()
-            total = sum(map(self._slot_bytes, held)) + sum(map(self._slot_bytes, reserved))
+            total = sum(map(self._ledger.slot.__getitem__, held)) + sum(map(self._ledger.slot.__getitem__, reserved))
             assert sum(tenant.held for tenant in self._tenants.values()) == total, "tenants' accounts do not add up"
             self.namespaces.check_integrity(set(by_namespace(*self._ledger.snapshot())))
             if holders is not None:
@@ -301,16 +306,15 @@ class Store:
                     assert not claimed & waiting, "two sessions hold one reservation"
                     claimed |= waiting
                     shares[account.tenant.name] |= rows.keys() | waiting
-                    mine = sum(self._slot_bytes(row) * n for row, n in rows.items()) + sum(map(self._slot_bytes, waiting))
+                    mine = sum(self._ledger.slot[row] * n for row, n in rows.items()) + sum(map(self._ledger.slot.__getitem__, waiting))
                     assert account.held == mine, f"account says {account.held}, session holds {mine}"
                 assert dict(leases) == held and claimed == reserved, "a lease or reservation without a holder"
                 for name, share in shares.items():
-                    assert self._tenants[name].held == sum(map(self._slot_bytes, share)), f"the account of tenant {name} does not add up"
+                    assert self._tenants[name].held == sum(map(self._ledger.slot.__getitem__, share)), f"the account of tenant {name} does not add up"
 
     def _purge(self, namespace: Namespace) -> int:
         """Forgets the blocks of a namespace that is dropped already. The largest number that a tier had."""
-        below = lower.drop(namespace) if (lower := self.lower) is not None else 0
-        return max(self._drop_blocks(namespace), below)
+        return max(lower.drop(namespace) if (lower := self.lower) is not None else 0, self._drop_blocks(namespace))
 
     def _drop_blocks(self, namespace: Namespace) -> int:
         dropped = 0
@@ -323,9 +327,6 @@ class Store:
             dropped += len(rows)
 
     # -- under the lock
-
-    def _slot_bytes(self, row: int) -> int:
-        return self._ledger.slot[row]
 
     def _check_caps(self, account: Account, need: int) -> None:
         for what, held, cap in (("session", account.held, self.session_cap), ("tenant", account.tenant.held, self.tenant_cap)):
@@ -344,7 +345,7 @@ class Store:
         for i, row in enumerate(rows):
             if row in seen:
                 continue
-            slot = self._slot_bytes(row)
+            slot = self._ledger.slot[row]
             fresh += 0 if self._ledger.leases[row] else slot
             if total + slot > room or fresh > tenant_room:
                 return rows[:i], list(seen), total
@@ -375,7 +376,7 @@ class Store:
             row = reservation.rows[i]
             if row is not None:
                 reservation.rows[i] = None
-                slot = self._slot_bytes(row)
+                slot = self._ledger.slot[row]
                 account.held -= slot
                 account.tenant.held -= slot
                 rows.append(row)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
+from kvtier.errors import Stale
 from kvtier.layout import Extents
 from kvtier.namespaces import Namespace
 from kvtier.promoter import Promoter
@@ -46,6 +47,16 @@ class Tiering:
         """These blocks were sealed."""
         for settler in self._settlers:
             settler.offer(keys, namespace)
+
+    def offer_again(self, keys: Sequence[bytes], handle: int, tenant: str) -> None:
+        """These blocks were used for the second time: they are settled where they are not yet."""
+        try:
+            namespace = self._store.namespaces.get(handle, tenant)
+        except Stale:
+            return
+        for tier, settler in zip(self.tiers, self._settlers, strict=True):
+            if missing := [key for key, here in zip(keys, tier.find(keys), strict=True) if not here]:
+                settler.offer(missing, namespace)
 
     def flush(self, keys: Sequence[bytes], namespace: Namespace, until: float) -> int:
         """Waits until every tier that works has these blocks; the number of leading ones that all of these have. With none at work: that all have."""

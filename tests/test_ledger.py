@@ -29,22 +29,32 @@ class Book(Ledger):
         self.pages = 0
         LIVE.append(self)
 
-    def put(self, *numbers: int, size: int = 1, namespace: int = 1, slot: int = SLOT) -> list[int]:
+    def put(self, *numbers: int, size: int = 1, namespace: int = 1, slot: int = SLOT, ranks: bytes = b"") -> list[int]:
         """Reserves and seals these keys in one call; returns their rows."""
-        rows = self.hold(*numbers, size=size, namespace=namespace, slot=slot)
+        rows = self.hold(*numbers, size=size, namespace=namespace, slot=slot, ranks=ranks)
         assert all(self.seal(rows))
         return rows
 
-    def hold(self, *numbers: int, size: int = 1, namespace: int = 1, slot: int = SLOT) -> list[int]:
+    def hold(self, *numbers: int, size: int = 1, namespace: int = 1, slot: int = SLOT, ranks: bytes = b"") -> list[int]:
         pages = range(self.pages, self.pages + len(numbers))
         self.pages += len(numbers)
-        return self.reserve(pages, [key(n) for n in numbers], NBYTES, slot, size, namespace)
+        return self.reserve(pages, [key(n) for n in numbers], NBYTES, slot, size, namespace, ranks)
 
     def known_of(self, *numbers: int) -> list[int | None]:
         return self.find_each([key(n) for n in numbers])
 
-    def by_age(self, size: int = 1) -> list[bytes]:
-        return [self.key(row) for row in self.victims(size, 10**6)]
+    def by_age(self, size: int = 1, rank: int = 0) -> list[bytes]:
+        return list(map(self.key, self.in_order(size, rank)))
+
+    def in_order(self, size: int = 1, rank: int = 0) -> list[int]:
+        """Unleased rows, oldest first, read in runs of one age."""
+        rows: list[int] = []
+        row = dict(self.oldest(size)).get(rank)
+        while row is not None:
+            run, row = self.from_oldest(row, 10**6)
+            assert len({self.age[one] for one in run}) == 1
+            rows += run
+        return rows
 
 
 LIVE: list[Book] = []  # of the running test
@@ -70,7 +80,7 @@ def book() -> Book:
 def test_a_new_ledger_knows_nothing(book: Book) -> None:
     assert book.known == 0 and book.check_integrity() == {}
     assert book.find([key(1)]) == [] and book.find_each([key(1)]) == [None]
-    assert book.oldest(1) is None and book.youngest(1) is None and book.victims(1, 5) == []
+    assert book.oldest(1) == [] and book.youngest(1) is None
     assert book.handles() == set() and book.held_rows() == {} and book.reserved_rows() == set()
     assert book.slab_ages(1, 16) == {}
 
@@ -138,8 +148,11 @@ def test_the_tail_of_one_seal_is_older_than_its_head(book: Book) -> None:
     book.put(1, 2, 3)
     book.put(4, 5)
     assert book.by_age() == [key(n) for n in (3, 2, 1, 5, 4)]
-    assert book.victims(1, 2) == book.find_each([key(3), key(2)])
-    assert book.oldest(1) is not None and book.youngest(1) > book.oldest(1)  # type: ignore[operator]
+    ((rank, row),) = book.oldest(1)
+    assert (rank, book.key(row)) == (0, key(3))
+    run, behind = book.from_oldest(row, 2)
+    assert run == book.find_each([key(3), key(2)]) and behind == book.find([key(1)])[0]
+    assert book.youngest(1) == book.age[book.find([key(4)])[0]] > book.age[row]
 
 
 def test_each_size_has_its_own_order(book: Book) -> None:
@@ -149,7 +162,7 @@ def test_each_size_has_its_own_order(book: Book) -> None:
     assert book.by_age(1) == [key(2), key(1), key(5)]
     assert book.by_age(MAX_CLASSES) == [key(4), key(3)]
     assert book.idle[1] == 3 and book.idle[MAX_CLASSES] == 2
-    assert book.oldest(1) < book.oldest(MAX_CLASSES)  # type: ignore[operator]
+    assert book.age[book.oldest(1)[0][1]] < book.age[book.oldest(MAX_CLASSES)[0][1]]
 
 
 def test_a_release_makes_young_again_tails_before_heads(book: Book) -> None:
@@ -166,7 +179,7 @@ def test_only_a_release_touches_not_a_look(book: Book) -> None:
     book.put(1, 2)
     book.find([key(1), key(2)])
     book.find_each([key(2)])
-    book.victims(1, 1)
+    book.in_order()
     assert book.by_age() == [key(2), key(1)]
 
 
@@ -192,9 +205,9 @@ def test_releasing_what_nobody_holds_is_a_fault_of_the_caller(book: Book) -> Non
 def test_a_leased_row_is_no_victim(book: Book) -> None:
     rows = book.put(1, 2)
     book.lease(rows[:1])
-    assert book.victims(1, 9) == rows[1:]
+    assert book.in_order() == rows[1:]
     book.lease(rows[1:])
-    assert book.victims(1, 9) == [] and book.oldest(1) is None and book.youngest(1) is None
+    assert book.in_order() == [] and book.oldest(1) == [] and book.youngest(1) is None
 
 
 def test_a_doomed_row_leaves_the_index_at_once_and_comes_back_with_the_last_release(book: Book) -> None:
@@ -216,6 +229,67 @@ def test_only_a_leased_block_can_be_doomed(book: Book, state: int) -> None:
     rows = book.hold(1) if state == RESERVED else book.put(1)
     with pytest.raises(AssertionError):
         book.doom(rows[0])
+
+
+# --- rows that stay where they are while they are held
+
+
+def test_a_kept_row_stays_at_its_age_and_is_no_victim_meanwhile(book: Book) -> None:
+    first, second, third = book.put(1), book.put(2), book.put(3)
+    assert book.lease(second, keep=True) == SLOT and book.idle[1] == 2
+    assert book.in_order() == first + third
+    assert book.release(second) == (SLOT, [])
+    assert book.in_order() == first + second + third, "that it was held was no use"
+
+
+def test_every_kept_row_is_passed_over_wherever_it_stands(book: Book) -> None:
+    rows = book.put(1, 2, 3, 4, 5)
+    for kept in ([rows[4]], [rows[0]], [rows[1], rows[3]], rows):
+        book.lease(kept, keep=True)
+        assert book.in_order() == [row for row in reversed(rows) if row not in kept]
+        book.release(kept)
+    assert book.in_order() == rows[::-1]
+
+
+def test_whoever_leases_a_kept_row_uses_it(book: Book) -> None:
+    first, second = book.put(1), book.put(2)
+    book.lease(first, keep=True)
+    assert book.lease(first) == 0 and not book.kept
+    book.release(first)
+    assert book.in_order() == second, "the mover still holds it"
+    book.release(first)
+    assert book.in_order() == second + first
+
+
+def test_a_mover_that_comes_second_keeps_nothing(book: Book) -> None:
+    first, second = book.put(1), book.put(2)
+    book.lease(first)
+    book.lease(first, keep=True)
+    assert not book.kept
+    book.release(first)
+    book.release(first)
+    assert book.in_order() == second + first
+
+
+def test_a_kept_row_can_be_doomed(book: Book) -> None:
+    first, second = book.put(1), book.put(2)
+    book.lease(first, keep=True)
+    book.doom(first[0])
+    book.check_integrity()
+    assert book.in_order() == second
+    assert book.release(first) == (SLOT, first)
+    book.forget(first)
+
+
+def test_each_rank_has_its_own_order(book: Book) -> None:
+    low, high = book.put(1, 2), book.put(3, 4, ranks=bytes((5, 5)))
+    assert book.by_age(rank=0) == [key(2), key(1)] and book.by_age(rank=5) == [key(4), key(3)]
+    assert [rank for rank, _ in book.oldest(1)] == [0, 5] and book.idle[1] == 4
+    book.lease(low)
+    book.rank[low[0]] = 5
+    book.release(low)
+    assert book.by_age(rank=0) == [key(2)] and book.in_order(rank=5) == [*high[::-1], low[0]]
+    assert book.youngest(1) == book.age[low[0]]
 
 
 # --- slabs and namespaces
@@ -319,7 +393,7 @@ def test_any_order_of_verbs_keeps_the_ledger_whole(data: st.DataObject) -> None:
                 sealed.pop(row, None)
         elif verb == "lease" and sealed:
             rows = data.draw(st.lists(st.sampled_from(sorted(sealed)), unique=True), "rows")
-            assert book.lease(rows) == SLOT * sum(not leases.get(row) for row in rows)
+            assert book.lease(rows, data.draw(st.booleans(), "keep")) == SLOT * sum(not leases.get(row) for row in rows)
             for row in rows:
                 leases[row] = leases.get(row, 0) + 1
         elif verb == "release" and (held := [row for row, n in leases.items() if n]):

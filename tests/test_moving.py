@@ -277,6 +277,38 @@ def test_a_spent_day_drops_and_counts(tier: Counting) -> None:
         assert works.store.gauges()["leased_blocks"] == 0
 
 
+def test_the_share_of_a_budget_that_is_left() -> None:
+    assert Budget().left(5.0) == 1.0
+    budget = Budget(per_second=1000, per_day=10_000)
+    assert budget.left(50.0) == 1.0
+    budget.spend(600, 50.0)
+    assert budget.left(50.0) == pytest.approx(0.4) and budget.left(50.1) == pytest.approx(0.5)
+    assert budget.left(60.0) == pytest.approx(0.94), "of the day"
+    assert budget.left(50.0 + 86_401) == 1.0
+    budget.spend(3000, 60.0)
+    assert budget.left(60.0) < 0
+
+
+def test_a_scarce_budget_is_for_what_was_used_again(tier: Counting) -> None:
+    """Under a day's budget of 20 slots: what was used once is written while half is left, then what is used a second time, and what a flush names."""
+    with Works(tier, Budget(per_day=20 * 16 * KiB)) as works:
+        for n in range(30):  # each written or left out before the next is sealed
+            works.seal(n)
+            until(
+                lambda n=n: sum(works.tiering.gauges()[f"{name}_blocks_total"] for name in ("settled", "settle_dropped")) == n + 1, "each is judged"
+            )
+        here = [n for n in range(30) if tier.find(works.one.keys([n]))[0]]
+        assert here == list(range(10)) and works.tiering.gauges()["settle_dropped_blocks_total"] == 20
+        works.warm(25)
+        until(lambda: tier.find(works.one.keys([25]))[0], "it is offered again at its second use")
+        assert works.flush(26) == 1
+        written = tier.writes.copy()
+        works.warm(25, 3)
+        works.seal(50)
+        until(lambda: works.tiering.gauges()["settle_dropped_blocks_total"] == 21, "everything was looked at")
+        assert tier.writes == written, "what is there is not written again"
+
+
 def test_a_small_budget_slows_and_holds_nothing_meanwhile(tier: Counting) -> None:
     with Works(tier, Budget(per_second=32 * KiB)) as works:
         began = time.monotonic()

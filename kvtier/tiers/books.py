@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from kvtier.ledger import Ledger
 from kvtier.namespaces import Namespace
+from kvtier.order import Order
 from kvtier.room import Counters, Room
 from kvtier.slabs import Slabs
 from kvtier.tiers.journal import Told
@@ -69,7 +70,7 @@ class SsdRoom(Room):
     """Room whose evictions leave a tombstone for the journal."""
 
     def __init__(self, slabs: Slabs, ledger: Ledger, counters: Counters, tombstones: Tombstones) -> None:
-        super().__init__(None, slabs, ledger, counters, poison=False)
+        super().__init__(None, slabs, ledger, Order(ledger, learns=False), counters, poison=False)
         self._tombstones = tombstones
 
     def free(self, rows: Sequence[int]) -> None:
