@@ -18,9 +18,9 @@ log = logging.getLogger(__name__)
 class Health:
     """Of the tier called `name`. pause: seconds, first and longest."""
 
-    def __init__(self, name: str, pause: tuple[float, float] = PAUSE) -> None:
+    def __init__(self, name: str, pause: tuple[float, float] | None = None) -> None:
         self._name = name
-        self._pause = pause
+        self._pause = pause or PAUSE
         self._faults: dict[str, str] = {}
         self._failures: dict[str, int] = {}
         self._not_before: dict[str, float] = {}
