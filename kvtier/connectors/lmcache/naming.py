@@ -49,6 +49,11 @@ class Form:
 
 def form_of(shapes: Sequence[Any], dtypes: Sequence[Any]) -> Form:
     """Out of torch's shapes and dtypes."""
+    return _form(tuple(shapes), tuple(dtypes))
+
+
+@lru_cache(maxsize=1024)  # the objects of a task are alike
+def _form(shapes: tuple[Any, ...], dtypes: tuple[Any, ...]) -> Form:
     tensors = tuple((str(dtype).removeprefix("torch."), tuple(map(int, shape))) for shape, dtype in zip(shapes, dtypes, strict=True))
     return Form(tensors, sum(math.prod(shape) * dtype.itemsize for (_, shape), dtype in zip(tensors, dtypes, strict=True)))
 

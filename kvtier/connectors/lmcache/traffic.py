@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -42,14 +43,18 @@ MAX_LINES = 5  # of what differs from the nearest namespace
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False)
 class Item:
     """An object of a task: its place in the task, its key, and its bytes where it has any."""
 
     at: int
     key: Any
-    hash: bytes
     view: Body | None = None
+
+    @cached_property
+    def hash(self) -> bytes:
+        """Its content hash; what is copied out of a hold does without."""
+        return content_hash(self.key)
 
 
 Bundle = tuple[Space, bytes, list[Item]]  # items of one namespace and request context
@@ -141,7 +146,7 @@ class Traffic:
                     self._count("wrong_size_objects", 1)
                     continue
             context = context_of(key.cache_salt)
-            found.setdefault((id(space), context), (space, context, []))[2].append(Item(at, key, content_hash(key), view))
+            found.setdefault((id(space), context), (space, context, []))[2].append(Item(at, key, view))
         for space, _, _ in found.values():
             self._introduce(space)
         return list(found.values())
