@@ -1,12 +1,15 @@
 """The kernels on a GPU, against what the same GPU copies in the same run. Without a GPU only `--dry-run` works: it walks through, and measures
 nothing.
 
-    python -m bench.kernels [decode|prefill|move|link|all] [--json FILE] [--seconds N] [--dry-run]
+    python -m bench.kernels [decode|prefill|move|link|all] [--json FILE] [--csv FILE] [--seconds N] [--dry-run]
 
 decode   one step over BF16 and over FP8 pages of the same cache, per model of `bench.roofline`: time, share of the floor that this GPU's own copies
 set prefill  a chunk over a context: fp16 dots over native and FP8 pages, FP8 dots
 move     quantize, restore, expand: bytes a second against a copy
 link     save and load through registered host memory against plain pinned copies
+
+First comes the self-test of `kvtier_kernels` at each model's head dim; its failures stand beside the times. Files are written after each case, so a
+run that is cut short keeps what it had.
 
 Variants of one case run in turns, each over its own layers, together larger than any cache; times are medians of CUDA events.
 """
@@ -14,8 +17,12 @@ Variants of one case run in turns, each over its own layers, together larger tha
 from __future__ import annotations
 
 import argparse
+import csv
+import os
 import sys
+import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,7 +39,7 @@ CASES = ("decode", "prefill", "move", "link")
 BEYOND_CACHE = 512 << 20  # bytes that one variant's layers have together at least
 TRIALS = 15
 PAGE = 16
-CUDA = torch.cuda.is_available()
+CUDA = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 Run = Callable[[int], Any]
 
@@ -93,6 +100,16 @@ def make_caches(model: Model, batch: int, context: int, dry: bool) -> tuple[list
             made[fp8].append(cache)
     table = torch.randperm(pages, device=DEVICE).int().reshape(batch, -1)
     return made[0], made[1], table
+
+
+def bench_check(report: Report, bench: Bench) -> None:
+    from kvtier_kernels import selftest
+
+    for width in sorted({model.width for model in MODELS}):
+        reasons = {name: reason for name, reason in selftest.run(DEVICE, width, PAGE, "block-head").reasons.items() if reason}
+        for name, reason in reasons.items():
+            print(f"self-test, head dim {width}, {name}: {reason}")
+        report.add("self-test", f"head dim {width}, kernels that must not be used", len(reasons), "kernels", mark=("<=", 0))
 
 
 def bench_decode(report: Report, bench: Bench) -> None:
@@ -198,6 +215,8 @@ def bench_link(report: Report, bench: Bench) -> None:
 
     from kvtier_kernels.transfer import Mover, Registered
 
+    if bench.late():
+        return
     model = MODELS[0]
     made, pages = model_plan(model, 32 if bench.dry else 4096, bench.dry)
     slot, size, count = made.extents.slot_bytes, made.extents.body_bytes, len(pages)
@@ -209,12 +228,16 @@ def bench_link(report: Report, bench: Bench) -> None:
 
     def awaited(ticket: Any) -> None:
         if not ticket.wait(60):
-            raise SystemExit("a batch took more than a minute")
+            raise RuntimeError("a batch took more than a minute")
         ticket.before(torch.cuda.current_stream()) if CUDA else None
+
+    def save(_: int) -> None:
+        made.flags.zero_()  # or what a load left as FP8 would be saved verbatim
+        awaited(mover.save(pages, bodies))
 
     variants: dict[str, Run] = {
         "copy to host": lambda _: host.copy_(whole, non_blocking=True),
-        "save": lambda _: awaited(mover.save(pages, bodies)),
+        "save": save,
         "copy to device": lambda _: whole.copy_(host, non_blocking=True),
         "load": lambda _: awaited(mover.load(bodies, pages)),
     }
@@ -232,6 +255,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.kernels", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("case", nargs="?", default="all", choices=(*CASES, "all"))
     parser.add_argument("--json", type=Path, help="keep the rows in this file")
+    parser.add_argument("--csv", type=Path, help="keep them in this file, too")
     parser.add_argument("--seconds", type=float, default=240, help="start no further case after this time")
     parser.add_argument("--dry-run", action="store_true", help="walk through small cases; nothing is measured or kept")
     arguments = parser.parse_args()
@@ -239,22 +263,43 @@ def main() -> int:
         print("no GPU: bench.kernels measures nothing here. --dry-run walks through it", file=sys.stderr)
         return 2
     if not CUDA:
-        import os
-
         os.environ["TRITON_INTERPRET"] = "1"
         import kvtier_kernels.interpreter  # noqa: F401
-    report, bench = Report("bench.kernels", sys.argv[1:]), Bench(arguments.seconds, arguments.dry_run)
-    for name, run in (("decode", bench_decode), ("prefill", bench_prefill), ("move", bench_move), ("link", bench_link)):
-        if arguments.case in (name, "all"):
+    import triton  # after the interpreter was chosen
+
+    report, bench, failed = Report("bench.kernels", sys.argv[1:]), Bench(arguments.seconds, arguments.dry_run), []
+    report.machine |= {"device": torch.cuda.get_device_name() if CUDA else "none", "torch": torch.__version__, "triton": triton.__version__}
+    for name, run in (("check", bench_check), ("decode", bench_decode), ("move", bench_move), ("link", bench_link), ("prefill", bench_prefill)):
+        if arguments.case not in (name, "all") and name != "check":
+            continue
+        try:
             run(report, bench)
+        except Exception:  # the cases after it still run
+            traceback.print_exc()
+            failed.append(name)
+        if not arguments.dry_run:
+            keep(report, arguments.json, arguments.csv)
     if arguments.dry_run:
-        print(f"dry run: {len(report.rows)} rows would have been kept; nothing was measured")
-        return 0 if report.rows else 1
-    print(torch.cuda.get_device_name())
+        with tempfile.TemporaryDirectory() as away:
+            keep(report, Path(away, "rows.json"), Path(away, "rows.csv"))
+        print(f"dry run: {len(report.rows)} rows would have been kept; nothing was measured; failed: {', '.join(failed) or 'nothing'}")
+        return 1 if failed or not report.rows else 0
+    print(report.machine)
     report.print()
-    if arguments.json:
-        report.write(arguments.json)
-    return 0
+    if failed:
+        print(f"failed: {', '.join(failed)}")
+    return 1 if failed or any(row.case == "self-test" and row.value for row in report.rows) else 0
+
+
+def keep(report: Report, json_file: Path | None, csv_file: Path | None) -> None:
+    """Writes the rows so far."""
+    if json_file:
+        report.write(json_file)
+    if csv_file:
+        with csv_file.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["case", "metric", "value", "unit", "ceiling", "ratio"])
+            writer.writerows([row.case, row.metric, row.value, row.unit, row.ceiling, row.ratio] for row in report.rows)
 
 
 if __name__ == "__main__":

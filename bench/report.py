@@ -157,7 +157,12 @@ def _text(number: float | None) -> str:
 def machine() -> dict[str, Any]:
     """What the figures hang on. The load is what others did to the machine before we began."""
     cpu = next((line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "unknown")
-    names = ("numpy", "protobuf", "grpcio", "xxhash")
+    libraries = {}
+    for name in ("numpy", "protobuf", "grpcio", "xxhash"):
+        try:
+            libraries[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:  # bench.kernels needs few of them
+            libraries[name] = "absent"
     return {
         "cpu": cpu,
         "cores": len(os.sched_getaffinity(0)),
@@ -165,6 +170,6 @@ def machine() -> dict[str, Any]:
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "libraries": {name: importlib.metadata.version(name) for name in names},
+        "libraries": libraries,
         "load_1m": os.getloadavg()[0],
     }

@@ -1,6 +1,6 @@
 """Floors, computed and not measured: the bytes that attention, quantization and restore must move, and the least time a device can take for them.
 
-    python -m bench.roofline [--bandwidth B/s] [--link B/s] [--markdown]
+    python -m bench.roofline [--bandwidth B/s] [--link B/s]
 
 Bytes come from `kvtier.layout`, scales and padding included. A floor is bytes over the stated bandwidth; a kernel's measured time is to be given as a
 share of it (`bench.kernels`). The expected ratio is that of FP8 to BF16 bytes: no FP8 attention can beat it, and one that reads whole pages should

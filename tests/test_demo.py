@@ -53,6 +53,16 @@ def test_figures_that_hold_fulfil_every_promise() -> None:
     assert all(promises(HELD).values())
 
 
+def test_a_prompt_of_whole_blocks_keeps_one_token_to_predict_from() -> None:
+    """Engine A stores all six blocks, engine B restores five: the sixth ends with the token that makes the first prediction."""
+    figures = copy.deepcopy(HELD) | {"prompt": 384}
+    assert [promise for promise, held in promises(figures).items() if not held] == [
+        "a fresh process restored the 5 that end before the prompt's last token"
+    ]
+    figures["result"]["blocks_restored"] = 5
+    assert all(promises(figures).values())
+
+
 @pytest.mark.parametrize(
     ("path", "value"),
     [

@@ -27,6 +27,7 @@ from kvtier_kernels.tile import (
     by_channel,
     elements,
     finish,
+    places,
     softmax,
     spread,
     token_scales,
@@ -40,15 +41,11 @@ def step(
     KEY_SCALES: tl.constexpr, VALUE_SCALES: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """Attends to tile j, tokens [j * TILE, (j + 1) * TILE) before `end`. Row m sees positions from first_seen[m] to last_seen[m]."""
-    span: tl.constexpr = TILE if TILE < PAGE else PAGE
     d, dv = tl.arange(0, D), tl.arange(0, DV)
-    within = (j * TILE) % PAGE + tl.arange(0, span)
-    pages = (j * TILE) // PAGE + tl.arange(0, TILE // span)
-    t = j * TILE + tl.arange(0, TILE)
+    t, page, within = places(j, table, end, PAGE, TILE)
     live = t < end
     if WINDOWED:
         live = live & (t >= tl.min(first_seen, axis=0))
-    page = tl.load(table + pages, mask=pages * PAGE < end, other=0).to(tl.int64)
     restored = live
     if FORM == MIXED:
         restored = spread(tl.load(flags + page).to(tl.int32), within, TILE) != 0
@@ -177,6 +174,8 @@ def check(queries: torch.Tensor, cache: Paged, table: torch.Tensor, lengths: tor
         raise Invalid(f"queries {tuple(queries.shape)} do not fit {cache.heads} KV heads of width {cache.keys.width}")
     if any(stride % 16 for stride in queries.stride()[:2]) or queries.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise Invalid(f"queries are bf16, fp16 or f32 with rows on multiples of 16 elements, not {queries.dtype} of strides {queries.stride()}")
+    if cache.device != queries.device or (sinks is not None and sinks.device != queries.device):
+        raise Invalid(f"cache and sinks must be on {queries.device}, like the queries")
     for plane in cache:
         settings.check_width(plane.width)
         if plane.codes is not None and plane.scales is None:

@@ -87,9 +87,7 @@ class Expander:
             before.record()
         for sort in plan.sorts:
             _launch(plan, sort, bodies, pages)
-        if plan.flags is not None:
-            ids = pages.reshape(-1).long()
-            plan.flags[ids.clamp(min=0)] = torch.where(ids < 0, plan.flags[0], torch.zeros((), dtype=torch.uint8, device=plan.device))
+        plan.mark(pages, False)
         if after is not None:
             after.record()
             self._pending.append((before, after))

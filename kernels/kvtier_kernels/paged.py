@@ -74,6 +74,9 @@ class Plane:
             # Kernels promise the compiler rows on multiples of 16 elements, or every load becomes one of single bytes.
             if view.stride(3) != 1 or any(stride % 16 for stride in view.stride()[:3]) or view.data_ptr() % 16:
                 raise Invalid(f"rows of {name} must start on multiples of 16 elements and be contiguous; strides are {view.stride()}")
+            # Pages are counted in 64 bits, heads and tokens within one in 32.
+            if (view.shape[1] - 1) * view.stride(1) + (view.shape[2] - 1) * view.stride(2) + view.shape[3] > 2**31:
+                raise Invalid(f"the heads and tokens of one page of {name} must lie within 2^31 elements; strides are {view.stride()}")
 
     @property
     def any(self) -> torch.Tensor:
@@ -155,7 +158,8 @@ def split(keys: torch.Tensor, values: torch.Tensor, flags: torch.Tensor, granula
 
 
 def interleaved(kv: torch.Tensor, key_width: int, flags: torch.Tensor | None, granularity: tuple[str, str] = ("head", "head")) -> Paged:
-    """K|V on one row: kv [pages, heads, tokens, width of K + width of V]. Without flags it never holds FP8."""
+    """K|V on one row: kv [pages, heads, tokens, width of K + width of V]. Without flags it never holds FP8: what attention must be given for an
+    excluded layer, as flags are common to all layers."""
     keys, values = kv[..., :key_width], kv[..., key_width:]
     if flags is None:
         return native(keys, values)

@@ -40,6 +40,13 @@ def zero_padding(body_bytes, entry, active, AT: tl.constexpr, SIZE: tl.constexpr
     tl.store(body_bytes + tl.load(entry + AT) + i, tl.zeros([16], tl.uint8), mask=i < tl.where(active, tl.load(entry + SIZE), 0))
 
 
+@triton.jit
+def _mark(flags, pages, count, FP8: tl.constexpr, N: tl.constexpr):
+    i = tl.program_id(0) * N + tl.arange(0, N)
+    page = tl.load(pages + i, mask=i < count, other=-1).to(tl.int64)
+    tl.store(flags + page, tl.full([N], FP8, tl.uint8), mask=page >= 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Sort:
     """Parts that one launch can walk. `first` is the plane that offsets count from; `index` in the table is layer * parts + part, for counts."""
@@ -85,7 +92,14 @@ class Plan:
             raise Invalid(f"bodies must be uint8 [{pages.shape[0]}, {self.extents.body_bytes}], not {bodies.dtype} of shape {tuple(bodies.shape)}")
         if bodies.stride(1) != 1 or bodies.stride(0) % 16 or bodies.data_ptr() % 16:
             raise Invalid("bodies must be contiguous runs on multiples of 16 bytes")
+        if pages.device != self.device or bodies.device != self.device:
+            raise Invalid(f"the caches are on {self.device}, page ids on {pages.device} and bodies on {bodies.device}: all must be on one device")
         return pages.shape[0]
+
+    def mark(self, pages: torch.Tensor, fp8: bool) -> None:
+        """Sets the flags of these pages, where there are flags; ids below 0 are skipped. One launch on the current stream."""
+        if self.flags is not None and pages.numel():
+            _mark[(-(-pages.numel() // 256),)](self.flags, pages, pages.numel(), FP8=int(fp8), N=256, num_warps=1)
 
 
 def plan(extents: Extents, caches: Sequence[Paged]) -> Plan:

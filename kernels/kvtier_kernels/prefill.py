@@ -24,7 +24,7 @@ from kvtier_kernels import paged, settings
 from kvtier_kernels.attention import check, step
 from kvtier_kernels.merge import merge
 from kvtier_kernels.paged import SCALES, Paged, Rows
-from kvtier_kernels.tile import FP8, LOG2E, NATIVE, NONE, UNIT, WEIGHT, finish, offsets, rounded, softmax, token_scales
+from kvtier_kernels.tile import FP8, LOG2E, NATIVE, NONE, UNIT, WEIGHT, finish, offsets, places, rounded, softmax, token_scales
 
 DOTS = ("fp16", "qk", "qk+pv")
 PROMOTED = 128  # tokens after which an FP8 sum must be in FP32
@@ -37,13 +37,9 @@ def _fp8_step(
     PV: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """`attention.step` over a tile whose pages are all FP8, with FP8 dots; acc is in units of 1."""
-    span: tl.constexpr = TILE if TILE < PAGE else PAGE
     d, dv = tl.arange(0, D), tl.arange(0, DV)
-    within = (j * TILE) % PAGE + tl.arange(0, span)
-    pages = (j * TILE) // PAGE + tl.arange(0, TILE // span)
-    t = j * TILE + tl.arange(0, TILE)
+    t, page, within = places(j, table, end, PAGE, TILE)
     live = t < end
-    page = tl.load(table + pages, mask=pages * PAGE < end, other=0).to(tl.int64)
     at = offsets(keys.codes, page, within, head, TILE)
     k = tl.load(keys.codes.start + at[:, None] + d[None, :], mask=live[:, None] & (d < WIDTH)[None, :], other=0.0)
     scale = token_scales(keys, page, within, head, live, live, TILE, KEY_SCALES, FP8)
@@ -158,8 +154,8 @@ def prefill(
     group = check(queries, cache, table, lengths, sinks)
     width, value_width = queries.shape[2], cache.values.width
     modes = [SCALES[plane.granularity] for plane in cache]
-    if starts.dtype != torch.int32 or starts.shape != (lengths.shape[0] + 1,):
-        raise Invalid(f"starts must be int32 [{lengths.shape[0] + 1}], not {starts.dtype} of shape {tuple(starts.shape)}")
+    if starts.dtype != torch.int32 or starts.shape != (lengths.shape[0] + 1,) or starts.device != queries.device:
+        raise Invalid(f"starts must be int32 [{lengths.shape[0] + 1}] beside the queries, not {starts.dtype} of shape {tuple(starts.shape)}")
     _check_dots(dots, cache, max(width, value_width), 3 in modes)
     tune = settings.prefill(max(width, value_width), 3 in modes, dots, queries.device)
     assert tune.tile <= PROMOTED

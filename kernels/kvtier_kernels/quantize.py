@@ -179,6 +179,8 @@ def quantize(plan: Plan, pages: torch.Tensor, bodies: torch.Tensor, statics: tor
     blocks = plan.check(pages, bodies)
     if statics is not None and (statics.shape != (plan.layers, plan.parts, plan.heads) or statics.dtype != torch.float32):
         raise Invalid(f"statics must be f32 of shape {(plan.layers, plan.parts, plan.heads)}, not {statics.dtype} of {tuple(statics.shape)}")
+    if statics is not None and statics.device != plan.device:
+        raise Invalid(f"statics must be on {plan.device}, not on {statics.device}")
     if statics is None and any(sort.part.granularity in STATIC for sort in plan.sorts):
         raise Invalid("parts of static granularity need their scales")
     shape = (blocks * plan.engine_blocks, plan.layers, plan.parts, plan.heads)

@@ -68,11 +68,7 @@ def restore(plan: Plan, bodies: torch.Tensor, pages: torch.Tensor) -> None:
         return
     for sort in plan.sorts:
         _launch(plan, sort, bodies, pages)
-    if plan.flags is not None:
-        quantized = any(not sort.part.native for sort in plan.sorts)
-        ids = pages.reshape(-1).long()
-        # Skipped pages keep their flag: they are sent to page 0 with the value that is there.
-        plan.flags[ids.clamp(min=0)] = torch.where(ids < 0, plan.flags[0], torch.tensor(int(quantized), dtype=torch.uint8, device=plan.device))
+    plan.mark(pages, any(not sort.part.native for sort in plan.sorts))
 
 
 def _launch(plan: Plan, sort: Sort, bodies: torch.Tensor, pages: torch.Tensor) -> None:

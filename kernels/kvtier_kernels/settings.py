@@ -88,6 +88,7 @@ def prefill(width: int, channel: bool, dots: str, device: torch.device) -> Tunin
     256; with 64 rows and 32 tokens sm_80 still spills 10 times for width 64 and 8 for native pages of width 128, and sm_89 lacks the shared memory
     for 256 (123 KiB of 99). All on Triton 3.6.0. Exceptions:
     - sm_90 and newer take tiles of 32 up to width 128, where nothing spills: half the steps, and instructions twice as wide.
+    - Head dim 256 keeps tiles of 16 everywhere; `prefill` warns, as engines' own kernels regress there and this one is not timed.
     - Channel scales: 4 warps, as 8 spill on sm_80 (16 times for width 96); above width 128 every setting that was tried spills (46 to 356 times).
     - FP8 dots, sm_90 and newer only: 128 rows, as with 64 sm_100 spills twice for width 128.
     """
@@ -95,6 +96,8 @@ def prefill(width: int, channel: bool, dots: str, device: torch.device) -> Tunin
         return Tuning(16, 4, 2, 64)
     if dots != "fp16":
         return Tuning(32, 8, 2, 128)
+    if width == 256:
+        return Tuning(16, 8, 2, 64)
     wide = capability(device)
     return Tuning(32 if width <= 128 and wide is not None and wide >= (9, 0) else 16, 8, 2, 64)
 

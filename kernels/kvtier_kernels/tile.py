@@ -32,6 +32,15 @@ NONE = tl.constexpr(float("-inf"))
 
 
 @triton.jit
+def places(j, table, end, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """Tile j of a sequence of `end` tokens: its tokens t [TILE], the ids of its pages [n], and where in each page it stands, `within`."""
+    span: tl.constexpr = TILE if TILE < PAGE else PAGE
+    pages = (j * TILE) // PAGE + tl.arange(0, TILE // span)
+    page = tl.load(table + pages, mask=pages * PAGE < end, other=0).to(tl.int64)
+    return j * TILE + tl.arange(0, TILE), page, (j * TILE) % PAGE + tl.arange(0, span)
+
+
+@triton.jit
 def offsets(rows, page, within, head, TILE: tl.constexpr):
     """Offsets [TILE] of the rows `within` each of the pages [n]. The reshape loses what is known of alignment; without the hint, which
     `paged.Plane` guarantees, every load becomes one of single bytes."""
@@ -95,7 +104,8 @@ def by_channel(side, x, page, head, restored, d, WIDTH: tl.constexpr):
 
 @triton.jit
 def rounded(x):
-    """Rows of f32 as e4m3fn by the largest of each row, and the factor that undoes it: queries and weights of FP8 dots."""
+    """Rows of f32 as e4m3fn by the largest of each row, and the factor that undoes it: queries and weights of FP8 dots. Nothing is to be clamped: no
+    product is above 448 * (1 + 2^-21), which rounds to 448."""
     top = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-30)
     return (x * ((1.0 / top) * FP8_MAX)[:, None]).to(tl.float8e4nv), top * UNDO
 

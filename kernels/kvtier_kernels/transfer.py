@@ -11,6 +11,7 @@ copies. A Mover belongs to one thread.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import time
 from collections.abc import Callable, Sequence
@@ -40,7 +41,8 @@ class Registered:
     def __init__(self, memory: NDArray[np.uint8], device: torch.device) -> None:
         if memory.dtype != np.uint8 or not memory.flags.c_contiguous:
             raise Invalid("an arena is one contiguous run of uint8")
-        self.device = device
+        # "cuda" without a number is the current one: tensors always name theirs, and Mover compares.
+        self.device = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
         self.writable = bool(memory.flags.writeable)
         self._memory: NDArray[np.uint8] | None = memory
         self._address: int = memory.__array_interface__["data"][0]
@@ -50,6 +52,9 @@ class Registered:
             code = int(torch.cuda.cudart().cudaHostRegister(self._address, memory.nbytes, flags))
             if code:
                 self._memory = None
+                # CUDA keeps the error for whoever asks next, which must not be a launch of the engine's: this one takes it.
+                with contextlib.suppress(RuntimeError):
+                    torch.ones(1, device=self.device)
                 raise Unavailable(f"cudaHostRegister refused {memory.nbytes} bytes with error {code}")
 
     def tensor(self, body: NDArray[np.uint8]) -> torch.Tensor:
@@ -114,13 +119,19 @@ class Mover:
         self.plan, self.arena = plan, arena
         pitch = plan.extents.slot_bytes
         self._staging = torch.zeros(staging, pitch, dtype=torch.uint8, device=plan.device)
-        self._stream = torch.cuda.Stream(plan.device) if plan.device.type == "cuda" else None
+        self._stream = None
+        if plan.device.type == "cuda":
+            self._stream = torch.cuda.Stream(plan.device)
+            self._stream.wait_stream(torch.cuda.current_stream(plan.device))  # which zeroes the staging
+            self._staging.record_stream(self._stream)  # so its memory is nobody else's while a batch is under way
 
     def save(self, pages: torch.Tensor, bodies: Sequence[NDArray[np.uint8]], statics: torch.Tensor | None = None) -> Ticket:
         """Quantizes blocks from their pages [blocks, pages of a block] into bodies in the arena. Returns at once; raises Invalid for what does not
         fit."""
         targets = self._hosts(pages, bodies, writing=True)
         pieces: list[Seen] = []
+        if self._stream is not None and statics is not None and statics.is_cuda:
+            statics.record_stream(self._stream)
 
         def move(staging: torch.Tensor, ids: torch.Tensor, hosts: list[torch.Tensor]) -> None:
             seen = quantize(self.plan, ids, staging, statics)

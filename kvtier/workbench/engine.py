@@ -81,6 +81,11 @@ class Setup:
     def hashes(self) -> list[bytes]:
         return chain_hashes(self.tokens[: self.prompt], self.block)
 
+    @property
+    def usable(self) -> int:
+        """Blocks that a restoring engine asks for. The prompt's last token makes the first prediction and is computed anew: its block is not."""
+        return (self.prompt - 1) // self.block
+
 
 def set_up(arguments: argparse.Namespace) -> Setup:
     """Loads the model and the text. Raises Invalid if there is less text, or the model sees less far, than asked for."""
@@ -229,7 +234,7 @@ def restore(arguments: argparse.Namespace) -> None:
         extents = namespace.extents()
         began = time.perf_counter()
         known = client.lookup(namespace, setup.hashes, deadline=CALL)
-        with client.lease(namespace, setup.hashes[:known], deadline=CALL) as blocks:
+        with client.lease(namespace, setup.hashes[: min(known, setup.usable)], deadline=CALL) as blocks:
             bodies = list(blocks)
             by_block = [read_tiles(body, extents, i * setup.block) for i, body in enumerate(bodies)]
             restored = [list(layer) for layer in zip(*by_block, strict=True)]

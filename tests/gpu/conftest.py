@@ -13,7 +13,7 @@ collect_ignore_glob = [] if HERE else ["test_*.py"]
 if HERE:
     import torch
 
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
         os.environ["TRITON_INTERPRET"] = "1"
         import kvtier_kernels.interpreter  # noqa: F401
 

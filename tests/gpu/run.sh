@@ -1,40 +1,49 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, within 8 minutes on one H200: the kernels' tests on the device, what only a device can show, and the benchmarks.
+# Everything that needs a GPU, within 8 minutes on one H200: what is there, the kernels' tests on the device, what only a device can show, their errors,
+# and the benchmarks.
 #
 #   tests/gpu/run.sh [--dry-run] [OUTPUT DIRECTORY]
 #
-# Uses $PYTHON (default python3), which needs torch with CUDA, triton, numpy, pytest, pytest-timeout, hypothesis, rich, typer, xxhash and this package's dependencies.
-# --dry-run needs no GPU: the same steps, small, on Triton's interpreter; nothing is measured. Each step has a deadline; a failed one fails the
-# script, and those after it still run.
+# Uses $PYTHON (default python3). It needs torch with CUDA, triton, numpy, a C compiler and Python's headers; the tests also pytest, none of its
+# plug-ins; the benchmarks also rich. Nothing is installed or fetched. Each step has a deadline; a failed one fails the script, and those after it
+# still run. Leaves log.txt, steps.csv, kernels.csv and kernels.json in the output directory (default build/gpu).
+# --dry-run needs no GPU: the same steps, small, on Triton's interpreter; nothing is measured.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 dry=""
 [[ "${1:-}" == --dry-run ]] && { dry=--dry-run; shift; }
-out=${1:-${OUT:-tests/gpu/out}}
+out=${1:-${OUT:-build/gpu}}
 mkdir -p "$out"
-export PYTHONPATH="$PWD:$PWD/kernels${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$PWD:$PWD/kernels${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 python=${PYTHON:-python3}
 failed=0
 
 step() { # step NAME SECONDS COMMAND...
-  local name=$1 budget=$2 began=$SECONDS code
+  local name=$1 budget=$2 began=$SECONDS code last
   shift 2
-  timeout --kill-after=10 "$budget" "$@" >"$out/$name.txt" 2>&1
+  printf '\n=== %s: %s\n' "$name" "$*" >>"$out/log.txt"
+  timeout --kill-after=5 "$budget" "$@" </dev/null >"$out/step.txt" 2>&1
   code=$?
   ((code)) && failed=1
-  printf '%-12s %4d s of %4d s, exit %d: %s\n' "$name" "$((SECONDS - began))" "$budget" "$code" "$(tail -n 1 "$out/$name.txt")" | tee -a "$out/summary.txt"
+  cat "$out/step.txt" >>"$out/log.txt"
+  last=$(tail -n 1 "$out/step.txt")
+  rm -f "$out/step.txt"
+  printf '%s,%d,%d,%d,"%s"\n' "$name" "$((SECONDS - began))" "$budget" "$code" "${last//\"/\"\"}" >>"$out/steps.csv"
+  printf '%-6s %4d s of %4d s, exit %d: %s\n' "$name" "$((SECONDS - began))" "$budget" "$code" "$last"
 }
 
-: >"$out/summary.txt"
+: >"$out/log.txt"
+echo step,seconds,budget,exit,last >"$out/steps.csv"
+tests=(tests/gpu tests/kernels --ignore tests/kernels/test_aot.py --ignore tests/kernels/test_accumulation.py --ignore tests/kernels/test_demo.py)
 if [[ -n $dry ]]; then
   export TRITON_INTERPRET=1
-  step kernels 300 "$python" -m pytest -q -p no:cacheprovider tests/kernels -k "kvb or verbatim or arena or merged"
-  step device 300 "$python" -m pytest -q -p no:cacheprovider tests/gpu
-  step bench 300 "$python" -m bench.kernels --dry-run
+  step look 60 "$python" -m tests.gpu.look --dry-run
+  step tests 420 "$python" -m tests.gpu.shards --processes 2 --seconds 400 -- "${tests[@]}" -k "gpu or kvb or verbatim or arena or merged"
+  step bench 300 "$python" -m bench.kernels --dry-run --json "$out/kernels.json" --csv "$out/kernels.csv"
 else
   unset TRITON_INTERPRET
-  step device 120 "$python" -m pytest -q -p no:cacheprovider tests/gpu
-  step bench 180 "$python" -m bench.kernels --seconds 120 --json "$out/kernels.json"
-  step kernels 170 "$python" -m pytest -q -p no:cacheprovider tests/kernels --deselect tests/kernels/test_aot.py --deselect tests/kernels/test_accumulation.py
+  step look 40 "$python" -m tests.gpu.look
+  step tests 235 "$python" -m tests.gpu.shards --seconds 225 --also tests.kernels.errors -- "${tests[@]}"
+  step bench 190 "$python" -m bench.kernels --seconds 150 --json "$out/kernels.json" --csv "$out/kernels.csv"
 fi
 exit "$failed"

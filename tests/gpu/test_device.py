@@ -22,13 +22,16 @@ CUDA = DEVICE.type == "cuda"
 BLOCKS, LAYERS = (256, 8) if CUDA else (2, 1)
 
 
+@pytest.mark.parametrize("kind", ["head", "block-head", "token-head", "channel"])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_the_self_test_passes(width: int) -> None:
-    for kind in ("head", "block-head", "token-head", "channel") if CUDA or width == 64 else ("head",):
-        for dtype in (torch.bfloat16, torch.float16) if CUDA else (torch.bfloat16,):
-            assert selftest.run(DEVICE, width, granularity=kind, dtype=dtype).reasons == dict.fromkeys(
-                ("quantize", "expand", "restore", "decode", "prefill", "gather"), ""
-            )
+def test_the_self_test_passes(width: int, kind: str) -> None:
+    if not CUDA and width not in (64, 256) and kind != "head":
+        pytest.skip("all of them on a GPU only")
+    for dtype in (torch.bfloat16, torch.float16) if CUDA else (torch.bfloat16,):
+        reasons = selftest.run(DEVICE, width, granularity=kind, dtype=dtype).reasons
+        if kind == "channel" and width > 128:
+            assert "at most 128" in reasons.pop("prefill"), "refused by name"
+        assert all(reason == "" for reason in reasons.values()), reasons
 
 
 @pytest.mark.parametrize("kind", ["head", "block-head", "token-head", "kivi"])

@@ -14,7 +14,7 @@ if HERE:
     import torch
 
     torch.set_num_threads(2)
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
         os.environ["TRITON_INTERPRET"] = "1"  # before the first import of triton, which reads it once
         import kvtier_kernels.interpreter  # noqa: F401
 

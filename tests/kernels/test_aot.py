@@ -17,7 +17,7 @@ CHECK = ROOT / "kernels" / "tools" / "aot_check.py"
 def check(path: Path, only: str, fault: str, target: str = "sm_90") -> list[str]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(CHECK), "--targets", target, "--only", only, "--json", str(path), *(["--fault", fault] if fault else [])]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert path.exists(), done.stderr[-2000:]
     results = json.loads(path.read_text())
     assert len(results) == 1, "one entry is meant"
@@ -26,6 +26,7 @@ def check(path: Path, only: str, fault: str, target: str = "sm_90") -> list[str]
     return failures
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("fault", "only", "seen"),
     [
@@ -35,8 +36,10 @@ def check(path: Path, only: str, fault: str, target: str = "sm_90") -> list[str]
         ("compile", "decode[D64,mixed,block-head,page 16]", "CompilationError"),
         ("spill", "prefill[D128,mixed,block-head,page 16]", "spills"),
         ("shared", "prefill[D128,mixed,block-head,page 16]", "bytes of shared memory"),
+        ("narrow", "restore[D64,block-head,16]", "no 16-byte access"),
+        ("cast", "quantize[D64,block-head,16]", "goes through fp16"),
     ],
 )
 def test_a_planted_fault_is_seen(tmp_path: Path, fault: str, only: str, seen: str) -> None:
-    failures = check(tmp_path / "found.json", only, fault, "sm_89" if fault == "shared" else "sm_90")
+    failures = check(tmp_path / "found.json", only, fault, "sm_89" if fault in ("shared", "cast") else "sm_90")
     assert failures == [] if not fault else any(seen in failure for failure in failures), failures

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from kvtier_kernels import reference
+from kvtier_kernels import paged, reference
 from kvtier_kernels.paged import WIDTHS
 from kvtier_kernels.plan import Plan, plan
 from kvtier_kernels.quantize import Seen, quantize
@@ -40,7 +40,7 @@ class Setting:
             for view in views:
                 view.copy_(torch.randn(view.shape, generator=random) * torch.exp2(torch.randint(-6, 7, view.shape[:3], generator=random))[..., None])
             kinds = tuple("head" if part.native else part.granularity for part in layer.parts)
-            caches.append(cache_of(views, (kinds[0], kinds[1]), self.flags))
+            caches.append(cache_of(views, (kinds[0], kinds[1]), None if layer.parts[0].native else self.flags))
             self.kv.append([plane.native for plane in caches[-1]])
         self.caches = caches
         self.plan: Plan = plan(self.extents, caches)
@@ -112,7 +112,7 @@ def test_small_scales_are_rounded_before_they_are_used() -> None:
         Setting(layout_of(96, 2, 16, KINDS["kivi"], blocks=blocks, small=True), "interleaved").check([[2, 4][:blocks]])
 
 
-@pytest.mark.parametrize("kind", ["head", "block-head", "token-head", "kivi"])
+@pytest.mark.parametrize("kind", ["tensor", "head", "block-head", "token-head", "kivi"])
 def test_odd_values_have_their_one_answer(kind: str) -> None:
     """KVB-01 and KVB-02 on the eviction path: zero and equal rows, NaN and Inf, values that clip, an all-zero block."""
     setting = Setting(layout_of(64, 2, 16, KINDS[kind]), "NHD")
@@ -164,7 +164,6 @@ def test_a_page_that_is_fp8_already_is_saved_verbatim() -> None:
 
 
 def test_codes_of_an_fp8_engine_are_gathered_as_they_are() -> None:
-    from kvtier_kernels import paged
     from kvtier_kernels.gather import gather
 
     random, extents = torch.Generator().manual_seed(0), layout_of(128, 2, 32, KINDS["head"]).extents()
@@ -197,6 +196,13 @@ def test_formats_and_shapes_that_do_not_fit_are_refused_by_name() -> None:
         quantize(setting.plan, torch.tensor([[0, 1]], device=DEVICE), bodies, setting.statics)
     with pytest.raises(Invalid, match="bodies must be"):
         quantize(setting.plan, pages, bodies[:, 1:], setting.statics)
+    with pytest.raises(Invalid, match="all must be on one device"):
+        quantize(setting.plan, pages.to("meta"), bodies, setting.statics)
+    with pytest.raises(Invalid, match="statics must be on"):
+        quantize(setting.plan, pages, bodies, setting.statics.to("meta"))
+    with pytest.raises(Invalid, match="within 2\\^31 elements"):  # heads outermost, so many pages that head 1 is out of reach of 32 bits
+        far = torch.zeros(1, dtype=torch.bfloat16, device="meta").expand(8).as_strided((2, 2, 16, 64), (16 * 64, 2**31, 64, 1))
+        paged.native(far, far)
     for dtype in ("e5m2", "e4m3fnuz"):
         other = layout_of(64, 2, 16, KINDS["head"]).to_json()
         for part in other["groups"][0]["layers"][0]["parts"]:
@@ -210,45 +216,54 @@ def test_formats_and_shapes_that_do_not_fit_are_refused_by_name() -> None:
 
 
 FAR = """
-import os
-os.environ.setdefault("TRITON_INTERPRET", "1")
+import sys
 import torch
 import kvtier_kernels.interpreter
 from kvtier_kernels import paged, reference
 from kvtier_kernels.attention import decode
+from kvtier_kernels.expand import Expander
 from kvtier_kernels.plan import plan
+from kvtier_kernels.prefill import prefill
 from kvtier_kernels.quantize import quantize
 from kvtier_kernels.restore import restore
 from kvtier import layout
+torch.set_default_device(sys.argv[1])
 pages, width = 2**31 // (16 * 128) + 8, 64  # the last page begins beyond 2^31 elements and 2^32 bytes
 kv = torch.zeros(pages, 1, 16, 2 * width, dtype=torch.bfloat16)  # zeroed lazily: touched pages alone take memory
 flags = torch.zeros(pages, dtype=torch.uint8)
 cache = paged.interleaved(kv, width, flags, ("block-head", "block-head"))
 extents = layout.attention(1, 1, width, engine_tokens=16, granularity="block-head").extents()
 made, last = plan(extents, [cache]), pages - 1
-x = torch.randn(1, 16, 2 * width, generator=torch.Generator().manual_seed(0)).bfloat16()
-kv[last] = x
+x = torch.randn(1, 16, 2 * width, generator=torch.Generator().manual_seed(0), device="cpu").bfloat16()
+kv[last] = x.to(kv.device)
 bodies, ids = torch.zeros(1, extents.body_bytes, dtype=torch.uint8), torch.tensor([[last]])
 quantize(made, ids, bodies)
 wanted = [reference.quantize(x[..., i * width : (i + 1) * width], "block-head") for i in (0, 1)]
-assert torch.equal(bodies[0, extents.data[0][0] :][: 16 * width], wanted[0].codes.view(torch.uint8).flatten())
+assert torch.equal(bodies[0, extents.data[0][0] :][: 16 * width].cpu(), wanted[0].codes.view(torch.uint8).flatten())
 kv[last] = 0
 restore(made, bodies, ids)
 assert flags[last] == 1 and flags.sum() == 1
+again = torch.zeros_like(bodies)
+quantize(made, ids, again)
+assert torch.equal(again, bodies), "gathered"
 q = torch.ones(1, 2, width, dtype=torch.bfloat16)
-out, _ = decode(q, cache, torch.tensor([[last]], dtype=torch.int32), torch.tensor([16], dtype=torch.int32), 16, dtype=torch.float32)
+table, lengths, starts = (torch.tensor(i, dtype=torch.int32) for i in ([[last]], [16], [0, 1]))
+found = [decode(q, cache, table, lengths, 16, dtype=torch.float32)[0], prefill(q, cache, table, starts, lengths, 1, dtype=torch.float32)[0]]
 tile = reference.Tile(wanted[0].codes, wanted[1].codes, wanted[0].scales, wanted[1].scales, "block-head", "block-head")
-right = reference.attention(q.transpose(0, 1), [tile], start=15).output[:, 0]
-assert (out[0] - right).norm() / right.norm() < 1e-3
+right = reference.attention(q.cpu().transpose(0, 1), [tile], start=15).output[:, 0]
+assert all((out[0].cpu() - right).norm() / right.norm() < 1e-3 for out in found)
+Expander(enabled=True).expand(made, bodies, ids)
+plain = [reference.dequantize(part.codes, part.scales, "block-head").bfloat16() for part in wanted]
+assert torch.equal(kv[last].cpu(), torch.cat(plain, 2)) and flags.sum() == 0
 print("far")
 """
 
 
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="the interpreter's own address space")
+@pytest.mark.timeout(300)
 def test_offsets_beyond_2_31(tmp_path: Path) -> None:
-    """In a process of its own: an offset that overflowed would be a segmentation fault there."""
+    """Every kernel, in a process of its own: an offset that overflowed would be a segmentation fault there."""
     root = Path(__file__).resolve().parent.parent.parent
-    done = subprocess.run([sys.executable, "-c", FAR], cwd=root, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run([sys.executable, "-c", FAR, DEVICE.type], cwd=root, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0 and done.stdout == "far\n", f"{done.returncode}: {done.stderr[-2000:]}"
 
 

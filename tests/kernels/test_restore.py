@@ -33,19 +33,21 @@ def empty(setting: Setting, order: str, flags: torch.Tensor | None) -> list[page
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("order", ORDERS)
 def test_restored_slots_hold_the_codes_and_scales_of_the_block(order: str, kind: str) -> None:
-    """Into another order than they came from; two pages an engine block, an excluded layer; page ids below 0 are skipped, flags follow."""
-    setting = Setting(layout_of(64, 2, 32, KINDS[kind], layers=2, excluded=(1,)), "HND", page=16)
+    """Into another order than they came from; two pages an engine block, an excluded layer between two; page ids below 0 are skipped, flags
+    follow."""
+    setting = Setting(layout_of(64, 2, 32, KINDS[kind], layers=3, excluded=(1,)), "HND", page=16)
     bodies, _ = setting.run([[5, 0], [2, 1]])
     flags = torch.zeros(6, dtype=torch.uint8, device=DEVICE)
     flags[0] = 1
     caches = empty(setting, order, flags)
     restore(plan(setting.extents, caches), bodies.to(DEVICE), torch.tensor([[3, 4], [-1, 5]], device=DEVICE))
     assert flags.tolist() == [1, 0, 0, 1, 1, 1], "skipped pages keep their flag, page 0 too"
-    for part, plane in enumerate(caches[0]):
+    for layer, part in ((0, 0), (0, 1), (2, 0), (2, 1)):
+        plane = list(caches[layer])[part]
         assert plane.codes is not None and plane.scales is not None
         for page, source, at in ((3, [5, 0], 0), (4, [5, 0], 16), (5, [2, 1], 16)):
-            static = setting.statics[0, part] if kind in ("tensor", "head") else None
-            q = reference.quantize(setting.source(0, part, source), "head" if static is not None else KINDS[kind][part], static)
+            static = setting.statics[layer, part] if kind in ("tensor", "head") else None
+            q = reference.quantize(setting.source(layer, part, source), "head" if static is not None else KINDS[kind][part], static)
             assert torch.equal(plane.codes[page].cpu(), q.codes[:, at : at + 16].view(torch.uint8))
             scales = q.scales[:, at : at + 16] if KINDS[kind][part] == "token-head" else q.scales
             assert torch.equal(plane.scales[page].cpu().flatten(), scales.flatten())
@@ -82,24 +84,36 @@ def test_a_native_namespace_comes_back_unchanged_and_clears_flags() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("width", [64, 192])
 def test_expand_equals_the_reference_bit_for_bit(width: int, kind: str) -> None:
-    setting = Setting(layout_of(width, 2, 32, KINDS[kind], layers=2, excluded=(1,), small=kind == "kivi"), "NHD", page=16)
+    setting = Setting(layout_of(width, 2, 32, KINDS[kind], layers=3, excluded=(1,), small=kind == "kivi"), "NHD", page=16)
     bodies, _ = setting.run([[5, 0]])
     flags = torch.ones(6, dtype=torch.uint8, device=DEVICE)
     caches = empty(setting, "HND", flags)
     expander = Expander(enabled=True)
     expander.expand(plan(setting.extents, caches), bodies.to(DEVICE), torch.tensor([[4, -1]], device=DEVICE))
     assert flags.tolist() == [1, 1, 1, 1, 0, 1]
-    for part, plane in enumerate(caches[0]):
-        spec = setting.extents.group.layers[0].parts[part]
-        static = setting.statics[0, part] if kind in ("tensor", "head") else None
+    for layer, part in ((0, 0), (0, 1), (2, 0), (2, 1)):
+        plane = list(caches[layer])[part]
+        spec = setting.extents.group.layers[layer].parts[part]
+        static = setting.statics[layer, part] if kind in ("tensor", "head") else None
         q = reference.quantize(
-            setting.source(0, part, [5, 0]), "head" if static is not None else spec.granularity, static, scale_dtype=spec.scale_dtype
+            setting.source(layer, part, [5, 0]), "head" if static is not None else spec.granularity, static, scale_dtype=spec.scale_dtype
         )
         wanted = reference.dequantize(q.codes, q.scales, "head" if static is not None else spec.granularity)[:, :16].bfloat16()
         assert plane.native is not None and torch.equal(plane.native[4].cpu().view(torch.int16), wanted.view(torch.int16))
     assert caches[1].keys.native is not None and torch.equal(caches[1].keys.native[4].cpu(), setting.source(1, 0, [5]))
     assert (expander.blocks, expander.bytes_read) == (1, setting.extents.body_bytes) and expander.launches >= 2
-    assert expander.bytes_written == 2 * 2 * 2 * 32 * width * 2 and expander.seconds > 0
+    assert expander.bytes_written == 3 * 2 * 2 * 32 * width * 2 and expander.seconds > 0
+
+
+def test_a_skipped_page_does_not_hide_that_page_0_was_restored() -> None:
+    """Page 0 and null pages in one batch: page 0 holds FP8 now and must say so, and native elements again once it is expanded."""
+    setting = Setting(layout_of(64, 1, 16, KINDS["block-head"]))
+    bodies, _ = setting.run([[4], [5], [3]])
+    ids = torch.tensor([[-1], [0], [-1]], device=DEVICE)
+    restore(setting.plan, bodies.to(DEVICE), ids)
+    assert setting.flags.tolist() == [1, 0, 0, 0, 0, 0]
+    Expander(enabled=True).expand(setting.plan, bodies.to(DEVICE), ids)
+    assert setting.flags.tolist() == [0] * 6
 
 
 def test_expand_is_off_unless_asked_for() -> None:
@@ -154,8 +168,8 @@ def test_transfer_refuses_what_it_must_not_touch() -> None:
     setting = Setting(layout_of(64, 2, 16, KINDS["block-head"]))
     size, slot = setting.extents.body_bytes, setting.extents.slot_bytes
     memory = arena_of(2, slot)
-    mover = Mover(setting.plan, Registered(memory, DEVICE))
-    pages = torch.tensor([[0]])
+    registered, pages = Registered(memory, DEVICE), torch.tensor([[0]])
+    mover = Mover(setting.plan, registered)
     with pytest.raises(Invalid, match="registered arena"):
         mover.load([np.zeros(size, np.uint8)], pages)
     with pytest.raises(Invalid, match="bytes"):
@@ -168,6 +182,9 @@ def test_transfer_refuses_what_it_must_not_touch() -> None:
         mover.save(pages, [locked])
     with pytest.raises(Invalid, match="a load sees nothing"):
         _ = mover.load([memory[:size]], pages).seen
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    registered.close()
 
 
 def test_a_wait_has_a_deadline() -> None:
