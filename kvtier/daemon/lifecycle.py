@@ -36,6 +36,7 @@ from kvtier.tiers.ssd import Ssd
 if TYPE_CHECKING:
     from kvtier.daemon.metrics import Exporter
     from kvtier.door import Door
+    from kvtier.tiers.redis import Redis
 
 SWITCH_INTERVAL = 0.0005  # seconds; with the default 5 ms a client's long lookup delays the others tenfold
 DRAIN = 10.0  # seconds that settling goes on after the last call
@@ -43,7 +44,7 @@ ALIVE = 30.0  # seconds without a beat of the main thread after which /live says
 log = logging.getLogger(__name__)
 
 
-def _redis(where: Where) -> Tier:
+def _redis(where: Where) -> Redis:
     """The Redis tier, whose library comes with the extra of that name. Raises Invalid."""
     try:
         from kvtier.tiers.redis import Redis
@@ -191,8 +192,10 @@ class Daemon:
                 tiers.append(Ssd(ssd.path, ssd.size, self.store.namespaces.register, sync=ssd.sync, min_free=ssd.free))
                 budgets[tiers[-1].name] = Budget(ssd.write, ssd.daily)
             if self.config.redis is not None:
-                tiers.append(_redis(self.config.redis))
-                budgets[tiers[-1].name] = Budget(self.config.redis.write)
+                shared = _redis(self.config.redis)
+                tiers.append(shared)
+                budgets[shared.name] = Budget(self.config.redis.write)
+                self._parts["Redis tier"] = shared
         except BaseException:
             for tier in tiers:
                 tier.close()

@@ -127,8 +127,7 @@ class Redis:
             self._seen.hear([(key, True)], began=began)
             calls.count("read_blocks")
             calls.count("read_bytes", nbytes)
-            with calls.lock:
-                calls.health.good(READ)
+            calls.taken(READ)
             return checksum
 
     def delete(self, keys: Sequence[bytes]) -> int:
@@ -230,9 +229,7 @@ class Redis:
             calls.count("written_blocks", len(taken))
             calls.count("written_bytes", sum(out.nbytes for out in taken))
             if not refused:
-                with calls.lock:
-                    calls.health.good(WRITE)
-                    calls.health.good(SPACE)
+                calls.taken(WRITE, SPACE)
                 return
             if not (again and refused[0][1].kind == "readonly"):
                 calls.count("refused_blocks", len(refused))

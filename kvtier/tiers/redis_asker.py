@@ -23,6 +23,7 @@ ASK_BATCH = 512
 ASK_PATIENCE = 0.25  # seconds after which an answer that has not come counts as a no for now
 MAX_DELETES = 65_536
 DELETE_PATIENCE = 0.05  # seconds that a delete waits for Redis to have forgotten
+DELETE = "delete"
 TICK = 0.1  # seconds between looks at deletes that Redis did not take
 
 log = logging.getLogger(__name__)
@@ -145,8 +146,10 @@ class Asker:
                 answers = calls.ask([calls.name_of(key) for key in keys], "write_faults", b"UNLINK", b"?")
                 done = True
                 if refused := [answer for answer in answers if isinstance(answer, Refused)]:
-                    calls.refusal(refused[0], "delete")
+                    calls.refusal(refused[0], DELETE)
                     calls.count("lost_deletes", len(refused))
+                else:
+                    calls.taken(DELETE)
             finally:
                 self._seen.hear([(key, False) for key in keys])
                 with lock:

@@ -79,6 +79,7 @@ class Calls:
             if isinstance(answer, Refused):
                 self.refusal(answer, READ)
                 raise Unavailable(f"redis: {answer}")
+        self.taken(READ)
         return [answer == 1 for answer in answers]
 
     def lengths(self, keys: Sequence[bytes]) -> list[int]:
@@ -108,6 +109,13 @@ class Calls:
             self.health.bad(SPACE if refused.kind == "full" else kind, f"redis: {refused}", pause=False)
             if kind == WRITE:
                 self.health.bad(WRITE, f"redis: {refused}")
+
+    def taken(self, *kinds: str) -> None:
+        """Redis took what it may have refused before."""
+        if self.health.degraded:
+            with self.lock:
+                for kind in kinds:
+                    self.health.good(kind)
 
     def count(self, name: str, n: int = 1) -> None:
         """Adds to a total."""

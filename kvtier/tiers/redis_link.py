@@ -39,6 +39,8 @@ class Link:
         self.where = where
         self._lock = threading.Condition(threading.Lock())
         self._wires: dict[int, Wire] = {}  # by thread: one that died in the middle of a call leaves nothing that another could mistake for its own
+        self._free: list[Wire] = []  # on their way to who waits
+        self._queue: list[object] = []  # who waits
         self._closed = False
         self.generation = 0  # connections of an earlier one are not used any more
         self.dropped_total = 0  # connections given up with an answer outstanding
@@ -57,7 +59,9 @@ class Link:
                 wire.taken = False
                 if self._closed:
                     wire.drop()
-                self._lock.notify()
+                if self._queue and self._wires.get(threading.get_ident()) is wire:  # who waits goes first
+                    self._free.append(self._wires.pop(threading.get_ident()))
+                    self._lock.notify_all()
 
     def once(self, work: Callable[[Wire], Any]) -> Any:
         """Runs `work` with a wire; once more on new connections if old ones fail, which may have died unnoticed. Raises Down, Lost, Refused."""
@@ -89,7 +93,7 @@ class Link:
         """Closes all connections; those in use when their question is done."""
         with self._lock:
             self._closed = True
-            for wire in self._wires.values():
+            for wire in (*self._wires.values(), *self._free):
                 if not wire.taken:
                     wire.drop()
             self._lock.notify_all()
@@ -97,7 +101,7 @@ class Link:
     def open_connections(self) -> int:
         """How many there are."""
         with self._lock:
-            return sum(len(wire.connections) for wire in self._wires.values())
+            return sum(len(wire.connections) for wire in (*self._wires.values(), *self._free))
 
     def primaries(self, wire: Wire) -> list[Address]:
         """All nodes that hold blocks."""
@@ -108,24 +112,14 @@ class Link:
     # -- inside
 
     def _take(self) -> Wire:
-        me, until = threading.get_ident(), time.monotonic() + self.where.timeout
+        me = threading.get_ident()
         with self._lock:
-            while True:
-                if self._closed:
-                    raise Down("closed")
-                wire = self._wires.get(me)
-                if wire is None and len(self._wires) < self.where.connections:
-                    wire = self._wires[me] = Wire(self, self.generation)
-                if wire is None:
-                    alive = {thread.ident for thread in threading.enumerate()}
-                    other = next((ident for ident, one in self._wires.items() if not one.taken or ident not in alive), None)
-                    if other is not None:
-                        wire = self._wires[me] = self._wires.pop(other)
-                if wire is not None:
-                    wire.taken = True
-                    break
-                if not self._lock.wait(max(0.0, until - time.monotonic())) and time.monotonic() >= until:
-                    raise Down(f"all {self.where.connections} connections are in use")
+            if self._closed:
+                raise Down("closed")
+            wire = self._wires.get(me)
+            if wire is None:
+                wire = self._wires[me] = self._wait_for_one()
+            wire.taken = True
             generation = self.generation
         if wire.marked:
             self.dropped_total += 1
@@ -133,6 +127,33 @@ class Link:
             wire.drop()
             wire.generation = generation
         return wire
+
+    def _wait_for_one(self) -> Wire:
+        """A wire that nobody uses, in the order in which threads came. Under the lock. Raises Down."""
+        turn, until = object(), time.monotonic() + self.where.timeout
+        self._queue.append(turn)
+        try:
+            while True:
+                if self._queue[0] is turn and (wire := self._spare()) is not None:
+                    return wire
+                left = until - time.monotonic()
+                if left <= 0:
+                    raise Down(f"all {self.where.connections} connections are in use")
+                self._lock.wait(left)
+                if self._closed:
+                    raise Down("closed")
+        finally:
+            self._queue.remove(turn)
+            self._lock.notify_all()
+
+    def _spare(self) -> Wire | None:
+        if self._free:
+            return self._free.pop()
+        if len(self._wires) < self.where.connections:
+            return Wire(self, self.generation)
+        alive = {thread.ident for thread in threading.enumerate()}
+        idle = next((ident for ident, one in self._wires.items() if not one.taken or ident not in alive), None)
+        return self._wires.pop(idle) if idle is not None else None
 
     def address_of(self, wire: Wire, name: bytes) -> Address:
         """The node that has this name. May ask the cluster or a Sentinel."""

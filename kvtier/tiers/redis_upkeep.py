@@ -16,6 +16,7 @@ from kvtier.tiers.redis_frame import FRONT_BYTES
 from kvtier.tiers.redis_wire import Refused, Wire
 
 TICK, LOOK_EVERY = 0.1, 5.0  # seconds between looks at the breaker, and at what Redis says of its memory
+DROP = "drop"
 SCAN = 1000  # names of one step of a drop
 _NAMESPACE = slice(FRONT_BYTES + 64, FRONT_BYTES + 96)  # of a value: the header's field
 
@@ -92,8 +93,9 @@ class Upkeep:
                 try:
                     cursor, names = calls.call(lambda wire, address=address, scan=scan: wire.tell(address, *scan), "read_faults")  # type: ignore[misc]
                 except Refused as error:
-                    calls.refusal(error, "drop")
+                    calls.refusal(error, DROP)
                     break
+                calls.taken(DROP)
                 heads = calls.ask(names, "read_faults", b"GETRANGE", b"?", _NAMESPACE.start, _NAMESPACE.stop - 1)
                 mine = [name for name, head in zip(names, heads, strict=True) if head == digest]
                 calls.ask(mine, "write_faults", b"UNLINK", b"?")
