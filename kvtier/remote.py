@@ -247,7 +247,7 @@ class Remote:
             except Lost as error:
                 self.lost_blocks += 1
                 log.warning("kvtier: a block from %s failed its check: %s", self.channel.target, error)
-                return blocks[:i], trailer.stop, str(error)
+                return blocks[:i], trailer.stop, f"lost: {error}"
         return blocks, trailer.stop, ""
 
 

@@ -20,7 +20,8 @@ from kvtier.layout import Range
 
 ASK_LATER = 0.008  # seconds that a question may hold up the scheduler
 MISS_AFTER = 1.0  # seconds after which a question counts as a miss
-BEAT = 0.5  # seconds between beats, and, unless told otherwise, until one counts as missed
+BEAT = 0.5  # seconds between beats
+MISSED = 0.5  # seconds after which a beat has got no answer
 COLD_AGAIN = 0.02
 MAX_TICKETS = 1024
 _COLD = next(stop for stop, words in STOPS.items() if words.startswith("cold"))
@@ -28,8 +29,8 @@ log = logging.getLogger(__name__)
 
 
 def answered(reason: str) -> bool:
-    """Whether a call that gives this reason reached a daemon that works."""
-    return reason in STOPS.values() or reason.startswith("full")
+    """Whether a call that gives this reason reached a daemon that works: a block that failed its check is one, and says nothing of the others."""
+    return reason in STOPS.values() or reason.startswith(("full", "lost"))
 
 
 def label(reason: str) -> str:
@@ -48,9 +49,9 @@ def label(reason: str) -> str:
 
 
 class Heart:
-    """Whether the daemon answers, found out every `BEAT`; a failed call says so at once. `patience`: seconds until a beat counts as missed."""
+    """Whether the daemon answers, found out every `BEAT`; a failed call elsewhere says so at once. `patience`: instead of `MISSED`."""
 
-    def __init__(self, client: Client, name: str, patience: float = BEAT) -> None:
+    def __init__(self, client: Client, name: str, patience: float | None = None) -> None:
         self._client, self._patience = client, patience
         self._probe: tuple[Registered, bytes] | None = None
         self._stop = threading.Event()
@@ -79,13 +80,13 @@ class Heart:
         """Ends the thread."""
         self._stop.set()
         if self._thread.is_alive():
-            self._thread.join(2 * BEAT)
+            self._thread.join(BEAT + MISSED)
 
     def _beat(self) -> None:
         """The first beat comes at once: it connects."""
         assert self._probe is not None
         while not self._stop.is_set():
-            self.healthy = answered(self._client.lookup(*self._probe, deadline=self._patience).reason)
+            self.healthy = answered(self._client.lookup(*self._probe, deadline=self._patience or MISSED).reason)
             self._stop.wait(BEAT)
 
 

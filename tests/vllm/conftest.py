@@ -27,3 +27,4 @@ def daemon() -> Iterator[Daemon]:
     """One daemon for a file's engines."""
     with Daemon(256 * MiB) as made:
         yield made
+        made.quiet()

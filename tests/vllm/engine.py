@@ -19,8 +19,9 @@ from types import TracebackType
 from typing import Any
 
 from tests.daemon import ROOT, die_with_parent, read_line
+from tests.vllm.patience import be_patient
 
-START = 180.0  # seconds an engine may take to start on a busy machine
+START = 300.0  # seconds an engine may take to start on a busy machine
 ANSWER = 120.0
 PROMPT = [(7 * i + 3) % 1000 + 5 for i in range(600)] + [9]
 _QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "OMP_NUM_THREADS": "2"}
@@ -143,6 +144,7 @@ class _Child:
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
+        be_patient()  # an engine core of its own is forked, and as patient
         self.watched: list[float] = []
         if arguments["faults"]:
             from kvtier.connectors.vllm import KvtierConnector
@@ -206,8 +208,12 @@ class _Child:
         """Drops the engine's own prefix cache, so that the next hit can only be external."""
         return bool(self.llm.llm_engine.reset_prefix_cache(reset_connector=connector))
 
+    def do_limits(self, **seconds: float) -> None:
+        """From now on these limits of the connector are as given, and the others patient; see `patience`."""
+        be_patient(**seconds)
+
     def do_fault(self, **fault: Any) -> None:
-        Faulty.order = fault
+        Faulty.order, Faulty.done = fault, 0
 
     def do_faults(self) -> int:
         return Faulty.done

@@ -17,8 +17,9 @@ from kvtier.checkpoint import Assumed, describe
 from tests.daemon import Daemon, MiB, until
 from tests.vllm.engine import Engine, prompt
 from tests.vllm.models import adapter, make, scale
+from tests.vllm.patience import PRODUCTION
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 Answer = dict[str, Any]
 
@@ -88,9 +89,10 @@ def test_a_shared_prefix_serves_other_requests(engine: Engine) -> None:
 def test_blocks_of_128_a_sync_load_and_an_engine_core_of_its_own(tiny: Path, daemon: Daemon) -> None:
     tokens = prompt(4)
     with Engine(tiny, daemon.socket, settings={"load": "sync"}, multiprocess=True) as first:
+        sealed = daemon.status()["sealed_blocks_total"]
         _, local = learn(first, tokens)
         assert local["cached"] == 512
-        until(lambda: daemon.status()["reserved_blocks"] == 0, "saves end")
+        until(lambda: daemon.status()["sealed_blocks_total"] >= sealed + 4, "all its blocks are saved")
         restored(first, tokens, local)
         assert first.run(prompt(5))["external"] == 0
     with Engine(tiny, daemon.socket, multiprocess=True) as second:
@@ -103,13 +105,20 @@ def test_a_preempted_request_ends_with_the_right_tokens(tiny: Path, daemon: Daem
     with Engine(tiny, daemon.socket, block_size=32) as roomy:
         truths = [roomy.run(tokens, max_tokens=200)["tokens"] for tokens in prompts]
     with Engine(tiny, daemon.socket, block_size=32, num_gpu_blocks_override=30, max_model_len=512) as tight:
-        for _ in range(2):  # 4 requests of 13 blocks each want 52; the second time all of it comes from outside
+        external = 0  # 4 requests of 13 blocks each want 52; from the second time on all that was saved before its block went comes from outside
+
+        def again() -> bool:
+            nonlocal external
             found = tight.run_all(prompts, max_tokens=200)
             assert [answer["tokens"] for answer in found] == truths
-        metrics = tight.ask("metrics")
-        assert metrics["num_preemptions"] > 0 and found[0]["external"] > 0
-        assert metrics["kvtier_hit_tokens"] > 0
-        assert daemon.status()["reserved_blocks"] == 0
+            external += found[0]["external"]
+            metrics = tight.ask("metrics")
+            return external > 0 and metrics["num_preemptions"] > 0 and metrics["kvtier_hit_tokens"] > 0
+
+        again()
+        until(again, "requests are preempted, and served from outside", within=100)
+        settle(tight)
+        until(lambda: daemon.status()["reserved_blocks"] == 0, "nothing is reserved")
 
 
 # Identity: same name, another meaning
@@ -228,6 +237,7 @@ def frail(tiny: Path) -> Iterator[tuple[Engine, Daemon]]:
     """An engine and a daemon that is killed, stopped and disobeyed."""
     with Daemon(128 * MiB) as daemon, Engine(tiny, daemon.socket, block_size=32) as engine:
         yield engine, daemon
+        until(lambda: daemon.status()["held_bytes"] == 0, "nothing is held")
 
 
 def failures(engine: Engine) -> dict[str, float]:
@@ -238,7 +248,7 @@ def failures(engine: Engine) -> dict[str, float]:
 FAULTS: list[dict[str, Any]] = [
     {"kind": "cut", "at": 4},
     {"kind": "cut", "at": 0},
-    {"kind": "cut", "at": 4, "reason": "3 blocks were lost: their bytes failed their check"},
+    {"kind": "cut", "at": 4, "reason": "lost: checksum 0 instead of 1"},
     {"kind": "raise", "at": 4},
     {"kind": "sleep", "at": 4, "seconds": 7.0},
 ]
@@ -257,8 +267,11 @@ def test_a_block_that_cannot_be_loaded_is_recomputed(frail: tuple[Engine, Daemon
     before = engine.ask("metrics")
     assert engine.ask("forget")
     engine.ask("fault", on="load", **fault)
+    if fault["kind"] == "sleep":
+        engine.ask("limits", LOAD_SECONDS=PRODUCTION["LOAD_SECONDS"])
     found = engine.run(tokens)
-    assert engine.ask("faults") > 0
+    engine.ask("limits")
+    assert engine.ask("faults") == 1
     assert found["tokens"] == truth["tokens"] and found["reason"] == "length"
     assert found["served"] == good * 32
     after = engine.ask("metrics")
@@ -297,7 +310,6 @@ def test_a_killed_daemon_costs_hits_only(frail: tuple[Engine, Daemon], when: str
     absent = engine.run(other)  # with nobody there at all
     assert absent["external"] == 0 and absent["reason"] == "length"
     daemon.start()
-    until(lambda: engine.ask("metrics")["kvtier_healthy{scheduler}"] == 1 or not engine.run(prompt(1, 20))["external"], "the heart beats again")
 
     def again() -> bool:
         assert engine.ask("forget")
@@ -315,11 +327,13 @@ def test_a_stopped_daemon_delays_nobody_for_long(frail: tuple[Engine, Daemon]) -
     truth, _ = learn(engine, tokens)
     settle(engine)
     with daemon.stopped():
+        engine.ask("limits", **PRODUCTION)
         for _ in range(3):
             assert engine.ask("forget")
             found = engine.run(tokens)
             assert found["tokens"] == truth["tokens"] and found["external"] == 0
             assert found["seconds"] < 20  # a lookup waits for at most a second
+    engine.ask("limits")
     until(lambda: engine.ask("forget") and engine.run(tokens)["external"] == 576, "hits come back")
 
 
@@ -344,13 +358,11 @@ def test_a_sync_load_that_fails_changes_no_token(tiny: Path, daemon: Daemon) -> 
         truth, _ = learn(engine, tokens)
         expected = engine.run(longer, max_tokens=40)["tokens"]
         settle(engine)
-        known = daemon.status()["known_blocks"]
-        with daemon.client() as client:  # what the failed step computes on blocks that are not there must not be stored
-            assert client.status()["known_blocks"] == known
         for kind in ("cut", "raise"):
             assert engine.ask("forget")
             engine.ask("fault", on="load", kind=kind, at=2)
             found = engine.run(longer, max_tokens=40)
+            assert engine.ask("faults") == 1
             assert found["tokens"] == expected and found["served"] == 64
         settle(engine)
         assert engine.ask("forget")
