@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -163,16 +164,12 @@ def _uncalibrated(common: Common, model: str, save: Path, granularity: str, excl
 def _workbench(threads: int) -> Any:
     """The torch side, imported when it is needed. Raises Invalid where torch or transformers are missing."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: threads that wait should sleep
-    try:
-        import torch
-        import transformers  # noqa: F401  missing, it should be said here
+    if missing := [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]:
+        raise Invalid(f"{missing[0]} is not installed: pip install 'kvtier[torch]'")
+    from kvtier.workbench import quality
+    from kvtier.workbench.quality import calibrate, data, evaluate, report, standard, subject, tasks  # noqa: F401
 
-        from kvtier.workbench import quality
-        from kvtier.workbench.quality import calibrate, data, evaluate, report, standard, subject, tasks  # noqa: F401
-    except ImportError as error:
-        raise Invalid(f"{error.name} is not installed: pip install 'kvtier[torch]'") from None
-    if threads:
-        torch.set_num_threads(threads)
+    subject.set_threads(threads)
     return quality
 
 

@@ -104,6 +104,12 @@ def forward(model: Any, tokens: torch.Tensor, cache: Any) -> torch.Tensor:
     return logits
 
 
+def set_threads(number: int) -> None:
+    """How many threads torch may use; 0 leaves that to torch."""
+    if number:
+        torch.set_num_threads(number)
+
+
 def _smollm() -> Subject:
     path = smollm.find()
     made = smollm.load(path)
