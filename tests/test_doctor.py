@@ -17,6 +17,9 @@ from kvtier.cli import blocks, doctor, namespaces  # noqa: F401  they register t
 from kvtier.cli.app import app
 from kvtier.cli.doctor import BAD, GOOD, NOTE, Finding
 from kvtier.cli.output import Exit
+from kvtier.client import Client
+from kvtier.identity import CHAIN, Description, HashScheme, f32_hex
+from kvtier.layout import attention
 from tests.daemon import Daemon, MiB
 
 GiB = 1 << 30
@@ -47,6 +50,21 @@ def test_this_host_with_a_daemon(tmp_path: Path) -> None:
     assert found["memfd_create"].state == GOOD and found["daemon"].found.endswith(f"pid {daemon_pid(found)}")
     assert "us" in found["round trip (status call)"].found and found["arena"].state == GOOD
     assert list(tmp_path.iterdir()) == [], "the trial file is gone"
+
+
+def test_a_namespace_of_scale_one_is_a_note() -> None:
+    layout = attention(1, 2, 8, engine_tokens=16, granularity="head")
+
+    def quantized(model: str, value: float) -> Description:
+        scales = {f"0.{part}": f32_hex(value) * 2 for part in "kv"}
+        return Description(model, "0" * 40, layout, HashScheme(CHAIN, "0" * 64, 16), rule="checkpoint", scales=scales)
+
+    with Daemon(16 * MiB) as daemon, Client(daemon.address) as client:
+        for model, value in (("org/calibrated", 0.5), ("org/one", 1.0)):
+            client.lookup(client.register(quantized(model, value)), [bytes(32)])
+        _, found = run(address=daemon.address)
+    assert found["uncalibrated"].state == NOTE and found["uncalibrated"].found.endswith(" of org/one")
+    assert "kvtier calibrate" in found["uncalibrated"].advice
 
 
 def daemon_pid(found: dict[str, Finding]) -> str:

@@ -32,8 +32,10 @@ from kvtier.arena import Arena
 from kvtier.cli import output
 from kvtier.cli.app import Common, command
 from kvtier.cli.output import Exit, size
+from kvtier.client import Client
 from kvtier.daemon.config import memory_limit
-from kvtier.errors import KvtierError
+from kvtier.errors import KvtierError, NotFound
+from kvtier.identity import all_one
 
 GOOD, NOTE, BAD = "good", "note", "bad"
 SHMEM = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
@@ -42,6 +44,7 @@ BUFFER = 128 * MiB  # copied from and to: larger than last-level caches, small e
 PROBE = 64 * MiB  # backed by memory once
 DISK = 64 * MiB
 CALLS = 200
+MAX_NAMESPACES = 256  # that are looked at
 _SO_PEERPIDFD = 77
 _LIBRARIES = ("numpy", "protobuf", "grpcio", "xxhash", "prometheus-client", "safetensors", "typer", "rich")
 
@@ -239,6 +242,7 @@ def daemon(common: Common) -> Iterator[Finding]:
     try:
         with common.client() as client:
             status = client.status(deadline=common.deadline)
+            unscaled = _uncalibrated(client, common.deadline)
             times = []
             for _ in range(CALLS):
                 began = time.perf_counter()
@@ -257,7 +261,22 @@ def daemon(common: Common) -> Iterator[Finding]:
     ready, total = status["arena_ready_bytes"], status["arena_bytes"]
     behind = "" if ready >= total else "still being backed by memory: if this number stands still, see the daemon's log for `arena not backed`"
     yield Finding("arena", f"{size(total)}, {size(ready)} backed, {size(status['used_bytes'])} used", GOOD if not behind else NOTE, behind)
+    for name in unscaled:
+        yield Finding("uncalibrated", name, NOTE, "every scale is 1.0: kvtier calibrate makes better ones, kvtier evaluate says what 1.0 costs")
     yield from _daemon_limits(status["pid"])
+
+
+def _uncalibrated(client: Client, deadline: float) -> list[str]:
+    """Namespaces of quantized KV whose static scales are all 1.0; of the first MAX_NAMESPACES."""
+    found = []
+    for info in client.list_namespaces(deadline=deadline)[:MAX_NAMESPACES]:
+        try:
+            _, description = client.show(info.description.hex(), deadline=deadline)
+        except NotFound:
+            continue  # dropped meanwhile
+        if all_one(description["scales"]):
+            found.append(f"namespace {info.description.hex()[:16]} of {info.model}")
+    return found
 
 
 def _daemon_limits(pid: int) -> Iterator[Finding]:
