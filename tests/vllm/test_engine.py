@@ -101,10 +101,11 @@ def test_blocks_of_128_a_sync_load_and_an_engine_core_of_its_own(tiny: Path, dae
 
 
 def test_a_preempted_request_ends_with_the_right_tokens(tiny: Path, daemon: Daemon) -> None:
+    """In float32: what a token was computed together with, which depends on time, changes its last bits, and in BF16 now and then the next token."""
     prompts = [prompt(40 + n, 200) for n in range(4)]
-    with Engine(tiny, daemon.socket, block_size=32) as roomy:
+    with Engine(tiny, None, block_size=32, dtype="float32") as roomy:
         truths = [roomy.run(tokens, max_tokens=200)["tokens"] for tokens in prompts]
-    with Engine(tiny, daemon.socket, block_size=32, num_gpu_blocks_override=30, max_model_len=512) as tight:
+    with Engine(tiny, daemon.socket, block_size=32, dtype="float32", num_gpu_blocks_override=30, max_model_len=512) as tight:
         external = 0  # 4 requests of 13 blocks each want 52; from the second time on all that was saved before its block went comes from outside
 
         def again() -> bool:
