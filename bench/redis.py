@@ -77,68 +77,79 @@ def server(directory: Path, maxmemory: int) -> Iterator[tuple[Callable[[], subpr
             process.wait(10)
 
 
+class Pair:
+    """The tier and a plain client of redis-py on one server, with blocks of one size."""
+
+    def __init__(self, socket: Path, body_bytes: int, stack: ExitStack) -> None:
+        self.blocks = Blocks(Namespaces(set, lambda _: 0), body_bytes, 64)
+        self.tier = Redis(make(f"unix://{socket}", {"timeout": 10.0}))
+        stack.callback(self.tier.close)
+        self.client = stack.enter_context(redis.Redis(unix_socket_path=str(socket), socket_timeout=10))
+        self.values = [bytes(slot[: self.blocks.nbytes]) for slot in self.blocks.slots[:BATCH]]
+        self._turn = count()
+
+    def put(self, checked: bool = False) -> list[bytes]:
+        """A batch of fresh blocks through the tier; their keys."""
+        keys, slots = self.blocks.batch()
+        sums = [digest(slot[: self.blocks.nbytes]) if checked else 1 for slot in slots[:BATCH]]
+        out = [Outgoing(k, self.blocks.namespace, s, self.blocks.nbytes, n) for k, s, n in zip(keys[:BATCH], slots[:BATCH], sums, strict=True)]
+        assert all(self.tier.write(out)), self.tier.gauges()
+        return keys[:BATCH]
+
+    def raw_put(self) -> None:
+        for value in self.values:
+            self.client.set(b"raw:%d" % next(self._turn), value)
+
+    def pipelined_put(self) -> None:
+        with self.client.pipeline(transaction=False) as pipe:
+            for value in self.values:
+                pipe.set(b"raw:%d" % next(self._turn), value)
+            pipe.execute()
+
+    def gets(self) -> dict[str, Callable[[], None]]:
+        """Phases that get what is put here."""
+        self.client.flushall()
+        kept = cycle([self.put(checked=True) for _ in range(2)])
+        for i, value in enumerate(self.values * 2):
+            self.client.set(b"raw:%d" % i, value)
+        names = cycle([[b"raw:%d" % (half * BATCH + i) for i in range(BATCH)] for half in range(2)])
+        target, nbytes = self.blocks.slots[0], self.blocks.nbytes
+
+        def tier_get() -> None:
+            for key in next(kept):
+                self.tier.read(key, target, nbytes)
+
+        def raw_get() -> None:
+            for one in next(names):
+                assert len(self.client.get(one)) == nbytes
+
+        def pipelined_get() -> None:
+            with self.client.pipeline(transaction=False) as pipe:
+                for one in next(names):
+                    pipe.get(one)
+                assert len(pipe.execute()) == BATCH
+
+        return {"tier": tier_get, "single": raw_get, "pipelined": pipelined_get}
+
+
 def transfers(report: Report, body_bytes: int, quick: bool) -> None:
     """Batches through the tier and through redis-py."""
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         maxmemory = (256 if quick else 1024) * MiB
         start, socket = stack.enter_context(server(Path(name), maxmemory))
         start()
-        namespaces = Namespaces(set, lambda _: 0)
-        blocks = Blocks(namespaces, body_bytes, 64)
-        tier = Redis(make(f"unix://{socket}", {"timeout": 10.0}))
-        stack.callback(tier.close)
-        client = stack.enter_context(redis.Redis(unix_socket_path=str(socket), socket_timeout=10))
-        version = client.info("server")["redis_version"]
+        pair = Pair(socket, body_bytes, stack)
+        version = pair.client.info("server")["redis_version"]
         report.machine["libraries"] |= {
             "redis": importlib.metadata.version("redis"),
             "hiredis": importlib.metadata.version("hiredis"),
             "server": version,
         }
-        values = [bytes(slot[: blocks.nbytes]) for slot in blocks.slots[:BATCH]]
-        turn = count()
-
-        def tier_put(checked: bool = False) -> list[bytes]:
-            keys, slots = blocks.batch()
-            sums = [digest(slot[: blocks.nbytes]) if checked else 1 for slot in slots[:BATCH]]
-            out = [Outgoing(k, blocks.namespace, s, blocks.nbytes, n) for k, s, n in zip(keys[:BATCH], slots[:BATCH], sums, strict=True)]
-            assert all(tier.write(out)), tier.gauges()
-            return keys[:BATCH]
-
-        def raw_put() -> None:
-            for value in values:
-                client.set(b"raw:%d" % next(turn), value)
-
-        def pipelined_put() -> None:
-            with client.pipeline(transaction=False) as pipe:
-                for value in values:
-                    pipe.set(b"raw:%d" % next(turn), value)
-                pipe.execute()
-
         for _ in range(maxmemory // (BATCH * body_bytes) + 1):
-            raw_put()  # until it is full: what is measured evicts
-        _share(report, body_bytes, "put", interleave({"tier": tier_put, "single": raw_put, "pipelined": pipelined_put}, Effort.of(quick, 21, 0.3)))
-
-        client.flushall()
-        kept = [tier_put(checked=True) for _ in range(2)]
-        for i, value in enumerate(values * 2):
-            client.set(b"raw:%d" % i, value)
-        which, names, target = cycle(kept), cycle([[b"raw:%d" % (half * BATCH + i) for i in range(BATCH)] for half in range(2)]), blocks.slots[0]
-
-        def tier_get() -> None:
-            for key in next(which):
-                tier.read(key, target, blocks.nbytes)
-
-        def raw_get() -> None:
-            for one in next(names):
-                assert len(client.get(one)) == blocks.nbytes
-
-        def pipelined_get() -> None:
-            with client.pipeline(transaction=False) as pipe:
-                for one in next(names):
-                    pipe.get(one)
-                assert len(pipe.execute()) == BATCH
-
-        _share(report, body_bytes, "get", interleave({"tier": tier_get, "single": raw_get, "pipelined": pipelined_get}, Effort.of(quick, 21, 0.3)))
+            pair.raw_put()  # until it is full: what is measured evicts
+        puts = {"tier": pair.put, "single": pair.raw_put, "pipelined": pair.pipelined_put}
+        _share(report, body_bytes, "put", interleave(puts, Effort.of(quick, 21, 0.3)))
+        _share(report, body_bytes, "get", interleave(pair.gets(), Effort.of(quick, 21, 0.3)))
 
 
 def _share(report: Report, body_bytes: int, what: str, done: dict[str, Phase]) -> None:

@@ -163,8 +163,8 @@ def test_the_core_runs_without_torch() -> None:
     skipped = ("kvtier/workbench/", "kvtier/torch_views.py", "kvtier/connectors/pages.py", "kvtier/connectors/vllm/", "kvtier/daemon/__main__.py")
     skipped += ("kvtier/connectors/lmcache/",)
     files = [path for path in sources("kvtier") if not name_of(path).startswith(skipped)]
-    redis = ("redis.py", "redis_asker.py", "redis_calls.py", "redis_link.py", "redis_upkeep.py", "redis_wire.py")  # loaded where that tier is configured
-    files = [path for path in files if name_of(path) not in {f"kvtier/tiers/{name}" for name in redis}]
+    redis = {f"kvtier/tiers/redis{name}.py" for name in ("", "_asker", "_calls", "_link", "_upkeep", "_wire")}  # loaded where that tier is configured
+    files = [path for path in files if name_of(path) not in redis]
     modules = sorted({name_of(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in files})
     assert {"kvtier", "kvtier.client", "kvtier.daemon", "kvtier.store"} <= set(modules)
     program = (
