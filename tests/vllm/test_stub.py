@@ -436,6 +436,7 @@ def test_a_save_never_reads_a_block_that_has_a_new_owner(config: Any, store: Dae
         began = time.monotonic()
         if how == "preempted":
             stub.scheduler._preempt_request(stub.scheduler.running.pop(), time.monotonic())
+        until(lambda: "new owner" in stub.step().num_scheduled_tokens, "the new owner runs")
         for _ in range(12):
             stub.step()
         assert time.monotonic() - began < PATIENCE  # no step waits for the saver
