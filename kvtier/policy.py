@@ -8,7 +8,9 @@ Time is counted in ticks: blocks put or used since the start. Not thread-safe: t
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -159,8 +161,11 @@ class Ghosts:
 
     def __init__(self, blocks: int, waiting: int = WAITING) -> None:
         self._sets = max(1, blocks * GHOSTS // WAYS)
-        self._table = np.zeros((self._sets, WAYS), np.uint64)
-        self._waiting: dict[bytes, tuple[int, int]] = {}
+        memory = mmap.mmap(-1, self._sets * WAYS * 8, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_NOHUGEPAGE)  # numpy asks for them: at a million blocks the first ghosts would then zero 64 MiB in one call
+        self._table = np.frombuffer(memory, np.uint64).reshape(self._sets, WAYS)
+        self._waiting: dict[bytes, int] = {}  # tick and rank in one number: pairs would wake the garbage collector
         self._most = min(waiting, max(32, blocks // 32))
 
     @property
@@ -169,10 +174,10 @@ class Ghosts:
 
     def remember(self, keys: Iterable[bytes], ranks: Iterable[int], ticks: Iterable[int]) -> Words:
         """These blocks were evicted, last used at these ticks (1 or later). Returns the ghosts that were overwritten."""
-        self._waiting.update(zip(keys, zip(ranks, ticks, strict=True), strict=True))
+        self._waiting.update(zip(keys, [tick << 3 | rank for rank, tick in zip(ranks, ticks, strict=True)], strict=True))
         if len(self._waiting) < self._most:
             return _NONE
-        words, told = _words(self._waiting), np.array([tick << 3 | rank for rank, tick in self._waiting.values()], np.uint64)
+        words, told = _words(self._waiting), np.fromiter(self._waiting.values(), np.uint64, len(self._waiting))
         at, first = np.unique(self._set_of(words), return_index=True)
         later = set(range(len(words))).difference(first.tolist()) if len(first) < len(words) else ()
         self._waiting = {key: ghost for i, (key, ghost) in enumerate(self._waiting.items()) if i in later} if later else {}  # two of one set
@@ -195,7 +200,8 @@ class Ghosts:
             ghosts = sets[which, way]
             found = dict(zip(which.tolist(), zip(rank_of(ghosts).tolist(), tick_of(ghosts).tolist(), strict=True), strict=True))
         if not self._waiting.keys().isdisjoint(keys):
-            found |= {i: self._waiting.pop(key) for i, key in enumerate(keys) if key in self._waiting}
+            back = {i: self._waiting.pop(key) for i, key in enumerate(keys) if key in self._waiting}
+            found |= {i: (ghost & 7, ghost >> 3) for i, ghost in back.items()}
         return found
 
     def living(self, tick: int) -> Floats:
