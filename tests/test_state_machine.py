@@ -26,7 +26,7 @@ from kvtier.arena import POISON
 from kvtier.errors import Full, Invalid, Lost, NotFound, Stale
 from kvtier.identity import request_context
 from kvtier.layout import HEADER_BYTES
-from kvtier.session import Session
+from kvtier.session import MAX_SOCKETS, Session
 from kvtier.store import CAP, END, MISS, PRESENT
 from tests.daemon import until
 from tests.inside import Inside, KiB, Space
@@ -176,7 +176,12 @@ class Machine(RuleBasedStateMachine):
     def join(self, n: int) -> None:
         """One more socket, of a session in limbo if there is one."""
         client = self.one([client for client in self.clients if not client.connected] or self.clients, n)
-        assert self.sessions.join(client.session.id, self.inside.peer_of(client.process, client.tenant)) is client.session
+        peer = self.inside.peer_of(client.process, client.tenant)
+        if client.sockets == MAX_SOCKETS:
+            with pytest.raises(Full):
+                self.sessions.join(client.session.id, peer)
+            return
+        assert self.sessions.join(client.session.id, peer) is client.session
         assert not client.session.limbo
         client.sockets, client.drained = client.sockets + 1, False
 
