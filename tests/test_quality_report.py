@@ -198,11 +198,31 @@ def test_the_commands_from_texts_to_a_verdict(directory: Path, tmp_path: Path) -
     (tmp_path / "code.jsonl").write_text(json.dumps({"text": bytes(text(300, 1)).decode()}) + "\n")
     (tmp_path / "other.txt").write_text(bytes(text(9000, 2)).decode())
     sources = ("--text", f"chat={tmp_path}/chat.txt", "--text", f"code={tmp_path}/code.jsonl")
-    done = run("calibrate", directory, *sources, "--length", "128", "--samples", "3", "--sensitivity", "64", "--save", tmp_path / "a", "--json")
+    done = run(
+        "calibrate",
+        directory,
+        *sources,
+        "--length",
+        "128",
+        "--samples",
+        "3",
+        "--sensitivity",
+        "64",
+        "--save",
+        tmp_path / "a",
+        "--statistics",
+        tmp_path / "s.csv",
+        "--json",
+    )
     found, made = json.loads(done.stdout), artifact.load(tmp_path / "a")
     assert found["digest"] == made.digest and made.calibrated_position == 127 and made.report["mix"] == "chat 3, code 2"
     assert set(found["sensitivity"]) == {"0", "1"} and sum(found["strata"].values()) == 4 and len(found["clip_curve"]) == 7
     assert made.revision.startswith("fingerprint:")
+    seen = list(csv.DictReader((tmp_path / "s.csv").open()))
+    assert len(seen) == 2 * 2 * 2 and {"amax chat", "amax code", "p99.9", "scale"} <= set(seen[0])
+    for row in seen:
+        assert float(row["amax"]) == max(float(row["amax chat"]), float(row["amax code"])) >= float(row["p99.9"]) > float(row["p50"])
+        assert float(row["scale"]) == pytest.approx(2 * float(row["amax"]) / 448)
     assert "not calibrated" not in run("artifact", "show", tmp_path / "a").output
     task = {"prompt": "abc", "checker": {"kind": "regex", "value": "."}, "max_tokens": 6, "stratum": "own"}
     (tmp_path / "tasks.jsonl").write_text(json.dumps(task))

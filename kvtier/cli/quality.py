@@ -44,6 +44,7 @@ def calibrate(
     percentile: Annotated[float, typer.Option("--percentile", help="For that rule.")] = 99.99,
     exclude: Annotated[str, typer.Option("--exclude", help="Layers that stay native, e.g. 0,1,31.")] = "",
     sensitivity: Annotated[int, typer.Option("--sensitivity", min=0, help="Tokens to measure each layer's cost on; 0: not measured.")] = 0,
+    statistics: Annotated[Path | None, typer.Option("--statistics", help="CSV of what was seen, by layer, part, head and stratum.")] = None,
     one: Annotated[bool, typer.Option("--uncalibrated", help="Scale 1.0 everywhere, without looking at any data.")] = False,
     revision: Annotated[str, typer.Option("--revision", help="The model's revision. [default: told from the files]")] = "",
     threads: Threads = 0,
@@ -67,9 +68,22 @@ def calibrate(
             costs = quality.calibrate.sensitivity(subject, made, tokens, lambda done, total: step("each layer alone", done, total))
             made = quality.calibrate.export(subject, observer, pieces, **options, report=quality.calibrate.sensitivity_report(costs))
     made.save(save)
-    proposed = quality.calibrate.propose(costs, subject.caches)
-    strata = _strata(observer)
-    curve = _curve(quality, observer, made)
+    if statistics is not None:
+        quality.report.write_csv(statistics, quality.calibrate.statistics(observer, made.scales))
+    _say(common, save, made, costs, quality.calibrate.propose(costs, subject.caches), _strata(observer), _curve(observer, made))
+    return Exit.OK
+
+
+def _say(
+    common: Common,
+    save: Path,
+    made: bundle.Artifact,
+    costs: dict[int, float],
+    proposed: list[tuple[int, float, int]],
+    strata: dict[str, int],
+    curve: list[tuple[float, float]],
+) -> None:
+    """What a calibration has to say."""
     data = {
         "digest": made.digest,
         "manifest": made.to_json(),
@@ -89,7 +103,6 @@ def calibrate(
             print("no layer stands out: nothing to exclude")
 
     output.result(data, common.json, show)
-    return Exit.OK
 
 
 @command()
@@ -183,7 +196,7 @@ def _strata(observer: Any) -> dict[str, int]:
     return counts
 
 
-def _curve(quality: Any, observer: Any, made: bundle.Artifact) -> list[tuple[float, float]]:
+def _curve(observer: Any, made: bundle.Artifact) -> list[tuple[float, float]]:
     """The clip curve over the whole model: (factor on the scales, share of values that would clip)."""
     from kvtier.workbench.quality.observe import clip_curve
 

@@ -146,6 +146,21 @@ def export(
     )
 
 
+def statistics(observer: Observer, scales: Mapping[tuple[int, str], Vector]) -> list[dict[str, Any]]:
+    """One row per layer, part and head: amax of every stratum, percentiles over all, the scale that was chosen (empty for a native layer)."""
+    rows = []
+    strata = sorted({stratum for seen in observer.seen.values() for stratum in seen.amax})
+    for (layer, part), seen in sorted(observer.seen.items()):
+        points = {percent: percentile(seen, percent) for percent in (50.0, 99.0, 99.9, 99.99)} if seen.counts.size else {}
+        chosen = scales.get((layer, part))
+        for head in range(seen.heads):
+            row: dict[str, Any] = {"layer": layer, "part": part, "head": head, "samples": seen.samples, "amax": seen.top[head]}
+            row |= {f"amax {stratum}": seen.amax[stratum][head] if stratum in seen.amax else 0.0 for stratum in strata}
+            row |= {f"p{percent:g}": values[head] for percent, values in points.items()}
+            rows.append(row | {"scale": "" if chosen is None else np.broadcast_to(chosen, seen.heads)[head]})
+    return rows
+
+
 def sensitivity(subject: Subject, artifact: Artifact, tokens: Sequence[int], step: Step | None = None) -> dict[int, float]:
     """{layer: mean KL(native || native but for this layer)} over one text: what each layer's quantization alone costs."""
     scales = {key: torch.from_numpy(np.array(values)) for key, values in artifact.scales.items()}

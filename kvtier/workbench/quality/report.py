@@ -18,10 +18,10 @@ FILES = ("report.md", "comparison.csv", "layers.csv", "retrieval.csv", "answers.
 def write(made: Evaluation, directory: Path) -> list[Path]:
     """Writes everything; the files in the order they should be read. Raises OSError if the disk refuses."""
     directory.mkdir(parents=True, exist_ok=True)
-    _csv(directory / "comparison.csv", comparison_rows(made))
-    _csv(directory / "layers.csv", layer_rows(made))
-    _csv(directory / "retrieval.csv", retrieval_rows(made))
-    _csv(directory / "answers.csv", made.answers)
+    write_csv(directory / "comparison.csv", comparison_rows(made))
+    write_csv(directory / "layers.csv", layer_rows(made))
+    write_csv(directory / "retrieval.csv", retrieval_rows(made))
+    write_csv(directory / "answers.csv", made.answers)
     plots = plot(made, directory)
     (directory / "report.md").write_text(markdown(made, [path.name for path in plots]), "utf-8")
     return [directory / name for name in FILES] + plots
@@ -191,7 +191,8 @@ def _label(made: Evaluation, name: str) -> str:
     return f"{name} (uncalibrated: scale 1.0)" if scheme is not None and scheme.uncalibrated else name
 
 
-def _csv(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+def write_csv(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """A CSV of rows that have the same fields; a header alone where there is none."""
     listed = list(rows)
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(listed[0]) if listed else ["nothing"], lineterminator="\n")
