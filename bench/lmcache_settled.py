@@ -24,7 +24,7 @@ class Settled(KvtierL2Adapter):
     def __init__(self, config: Any, l1_memory_desc: Any = None) -> None:
         super().__init__(config, l1_memory_desc)
         end = time.monotonic() + WAIT
-        while not self._traffic._arena_bytes() or any(thread.name == "kvtier-populate" for thread in threading.enumerate()):
+        while not self._traffic.look() or any(thread.name == "kvtier-populate" for thread in threading.enumerate()):
             if time.monotonic() > end:
                 raise RuntimeError(f"the arena was not mapped within {WAIT:.0f} s")
             time.sleep(0.01)

@@ -80,6 +80,18 @@ def raw(found: Any) -> torch.Tensor:
     return torch.frombuffer(found.byte_array, dtype=torch.uint8)
 
 
+def connect(made: Any) -> None:
+    """Waits until our adapter has found the daemon: on a busy machine a first try may take longer than it lasts."""
+    until(lambda: made.report_status()["daemon"] == "answers", "the adapter finds the daemon")
+
+
+def restart(daemon: Daemon, made: Any) -> None:
+    """Starts a daemon that has ended, once our adapter knows that it had, and waits until it has found the new one."""
+    until(lambda: made.report_status()["daemon"] == "away", "the adapter misses the daemon")
+    daemon.start()
+    connect(made)
+
+
 class Storage:
     """A storage manager with our adapter below. A context manager."""
 
@@ -88,6 +100,7 @@ class Storage:
         l1 = L1ManagerConfig(L1MemoryManagerConfig(l1_bytes, False, shm_name=""))
         self.manager = StorageManager(StorageManagerConfig(l1, EvictionConfig("LRU"), adapters))
         self.adapter: Any = self.manager.l2_adapters()[0][1]
+        connect(self.adapter)
 
     def __enter__(self) -> Storage:
         return self
@@ -154,11 +167,13 @@ def buffers(count: int, layout: MemoryLayoutDesc = FP8_AND_SCALES, numbers: Sequ
 
 
 @contextmanager
-def adapter(daemon: Daemon, model: Path, **more: Any) -> Iterator[Any]:
-    """Our adapter, made as LMCache makes it."""
+def adapter(daemon: Daemon, model: Path, *, wait: bool = True, **more: Any) -> Iterator[Any]:
+    """Our adapter, made as LMCache makes it, and connected."""
     config = parse_args_to_l2_adapters_config(argparse.Namespace(l2_adapter=[spec(daemon, model, **more)])).adapters[0]
     made = create_l2_adapter(config, l1_memory_desc=None)
     try:
+        if wait:
+            connect(made)
         yield made
     finally:
         made.close()

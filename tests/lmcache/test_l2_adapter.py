@@ -19,7 +19,23 @@ from kvtier.connectors.lmcache import books, tasks
 from kvtier.connectors.lmcache.settings import KvtierL2AdapterConfig
 from kvtier.errors import Invalid
 from tests.daemon import PATIENCE, Daemon, MiB, until
-from tests.lmcache.stack import FP8_AND_SCALES, MODEL, NBYTES, adapter, answer, buffers, describe, key, keys, load, lookup, params, store
+from tests.lmcache.stack import (
+    FP8_AND_SCALES,
+    MODEL,
+    NBYTES,
+    adapter,
+    answer,
+    buffers,
+    connect,
+    describe,
+    key,
+    keys,
+    load,
+    lookup,
+    params,
+    restart,
+    store,
+)
 
 pytestmark = [pytest.mark.lmcache, pytest.mark.timeout(240)]
 
@@ -98,6 +114,7 @@ def test_lmcache_makes_it_from_plain_parameters_too(daemon: Daemon, model: Path)
 
     made = KvtierL2Adapter(params(daemon, model), l1_memory_desc=None)
     try:
+        connect(made)
         put(made, [1])
     finally:
         made.close()
@@ -210,7 +227,7 @@ def test_submitting_does_not_wait_for_a_daemon_that_is_deaf(daemon: Daemon, mode
                 assert not answer(made.get_lookup_and_lock_event_fd(), lambda task=task: made.query_lookup_and_lock_result(task)).test(0)
             for task in loads:
                 assert not answer(made.get_load_event_fd(), lambda task=task: made.query_load_result(task)).test(0)
-        until(lambda: made.report_status()["daemon"] == "answers", "it is heard again")
+        connect(made)
         until(lambda: found(made, keys([1])) == [0], "it is found")
 
 
@@ -264,8 +281,7 @@ def test_the_daemon_dies_at_each_stage(daemon: Daemon, model: Path, stage: str) 
         assert answers["store"] == (8 * NBYTES if dead_from > 1 else -1)
         assert answers["lookup"] == (list(numbers) if dead_from > 3 else [])
         assert answers["load"] == (list(numbers) if dead_from > 3 else [])  # what is held can be read without the daemon
-        daemon.start()
-        until(lambda: made.report_status()["daemon"] == "answers", "the adapter finds the daemon again")
+        restart(daemon, made)
         until(lambda: made.report_status()["locked_objects"] == 0, "nothing stays locked")
         assert found(made, keys(numbers)) == []
         put(made, numbers)
@@ -274,7 +290,7 @@ def test_the_daemon_dies_at_each_stage(daemon: Daemon, model: Path, stage: str) 
 
 def test_a_daemon_that_comes_late_is_used(daemon: Daemon, model: Path) -> None:
     daemon.kill()
-    with adapter(daemon, model) as made:
+    with adapter(daemon, model, wait=False) as made:
         assert store(made, keys([1]), buffers(1, numbers=[1])) == -1
         daemon.start()
         until(lambda: store(made, keys([1]), buffers(1, numbers=[1])) > 0, "the daemon is used once it is there")

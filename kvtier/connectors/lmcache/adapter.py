@@ -55,7 +55,7 @@ class KvtierL2Adapter(L2AdapterInterface):
         self._stores: Desk[Any] = Desk(ids)
         self._lookups: Desk[Any] = Desk(ids)
         self._loads: Desk[Any] = Desk(ids)
-        self._asking = Crew("lookup", 1, self._release_ended)
+        self._asking = Crew("lookup", 1, self._tend)
         self._storing = Crew("store", 1)
         self._loading = Crew("load", LOADERS, self._traffic.release_spent)
         self._closed = threading.Event()
@@ -146,8 +146,10 @@ class KvtierL2Adapter(L2AdapterInterface):
         rest = self._traffic.known(space, context, hashes[held:], stop)
         return None if rest is None else [*range(held), *(held + at for at in rest)]
 
-    def _release_ended(self) -> None:
+    def _tend(self) -> None:
+        """Between lookups, and every second without one."""
         self._traffic.release(self._holds.ended())
+        self._traffic.look()
 
     # -- load
 
@@ -217,7 +219,7 @@ class KvtierL2Adapter(L2AdapterInterface):
             "is_healthy": self._closed.is_set() or all(crew.alive for crew in crews),
             "type": "KvtierL2Adapter",
             "socket": self._socket,
-            "daemon": "answers" if self._traffic.heart.healthy else "away",
+            "daemon": "answers" if self._traffic.connected else "away",
             "namespaces": {model: base.digest.hex()[:16] for model, base in self._spaces.bases.items()},
             "objects_met": len(self._books),
             "locked_objects": len(self._holds),

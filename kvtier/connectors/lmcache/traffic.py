@@ -115,6 +115,15 @@ class Traffic:
         self.release_spent()
         self._client.close()
 
+    def look(self) -> bool:
+        """Whether the daemon has answered and does so still; connects where need be."""
+        return self._arena_bytes() > 0
+
+    @property
+    def connected(self) -> bool:
+        """The same as it was known last."""
+        return self.heart.healthy and self._arena > 0
+
     def _arena_bytes(self) -> int:
         """The size of the daemon's arena; 0 while nobody knows."""
         if not self.heart.healthy:
