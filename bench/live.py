@@ -23,7 +23,6 @@ from google.protobuf.message import Message
 from bench.empty import Frames, Options
 from bench.harness import Child, KiB, now, progress
 from kvtier.client import Client
-from kvtier.connection import Attachment
 from kvtier.daemon.config import MIN_ARENA
 from kvtier.frames import HEADER, MAX_BODY, Verb, pack, receive
 from kvtier.identity import CHAIN, Description, HashScheme
