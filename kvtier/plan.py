@@ -202,6 +202,8 @@ def rank_blocks(caches: ModelCaches, choice: Choice) -> list[tuple[Extents, int]
     found = []
     for index, group in enumerate(layout.groups):
         ranks = 1 if group.kind == "latent" else min(choice.tp, group.heads)
+        if group.heads % ranks or (ranks > 1 and choice.tp % ranks):
+            raise Invalid(f"{group.heads} KV heads cannot be shared by {choice.tp} ranks")
         found.append((layout.extents(Range(index, heads=(0, group.heads // ranks))), ranks))
     return found
 

@@ -234,6 +234,8 @@ def test_what_cannot_be_planned_is_refused() -> None:
         (lambda: plan.pool(caches, FP8, GiB, 0), "context"),
         (lambda: plan.group_sizes(caches, replace(FP8, excluded=frozenset((32,)))), "excluded layer 32"),
         (lambda: plan.group_sizes(caches, replace(FP8, tp=3)), "8 KV heads cannot be shared by 3 ranks"),
+        (lambda: plan.rank_blocks(caches, replace(FP8, tp=3)), "8 KV heads cannot be shared by 3 ranks"),
+        (lambda: plan.rank_blocks(caches, replace(FP8, tp=12)), "8 KV heads cannot be shared by 12 ranks"),
         (lambda: plan.exclusion_bytes(caches, FP8, 40), "layer 40"),
         (lambda: plan.rank_blocks(caches, replace(FP8, engine_blocks=64)), "largest"),
         (lambda: plan.arena_tokens(caches, FP8, 4 * MiB), "too few"),

@@ -23,7 +23,7 @@ from kvtier import artifact, importer  # noqa: E402
 from kvtier.artifact import LEAST_SCALE, MOST_SCALE  # noqa: E402
 from kvtier.caches import LayerCache  # noqa: E402
 from kvtier.errors import Invalid  # noqa: E402
-from kvtier.workbench.quality import calibrate, compare, data, observe, tasks, twin, unit  # noqa: E402
+from kvtier.workbench.quality import calibrate, compare, data, evaluate, observe, tasks, twin, unit  # noqa: E402
 from kvtier.workbench.quality.data import Sample  # noqa: E402
 from kvtier.workbench.quality.schemes import Quantizer, Scheme, from_artifact, restore_state, save_state  # noqa: E402
 from kvtier.workbench.quality.subject import Subject, forward, of  # noqa: E402
@@ -153,6 +153,28 @@ def test_a_window_that_drops_tokens_takes_no_whole_blocks() -> None:
         filled(windowed, Scheme("s", "block-head", "block-head"), text(40))
     scheme = Scheme("s", "token-head", "token-head")
     assert not torch.equal(filled(windowed, scheme, text(40)).layers[0].keys, filled(windowed, None, text(40)).layers[0].keys)
+
+
+def test_layers_with_a_window_beside_full_ones_stay_native() -> None:
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        layer_types=["sliding_attention", "full_attention"],
+        use_sliding_window=True,
+        sliding_window=16,
+        max_position_embeddings=512,
+    )
+    mixed = of(transformers.Qwen2ForCausalLM(config).eval(), lambda line: list(line.encode()), str, "mixed", "b" * 40)
+    assert unit.windows(mixed.caches) == {0} and unit.windows(make().caches) == frozenset()
+    settings = evaluate.Settings(schemes=("token-head", "kivi", "head"), lengths=(64,), sequences=1, factor=0, passages=0)
+    made = evaluate.run(mixed, settings, samples(), lambda length, number: [Sample("t", tuple(text(length, 3)))])
+    assert [sorted(result.scheme.excluded) for result in made.cells[0].results] == [[], [0], []]
+    assert set(made.cells[0].results[1].tallies) == {(1, "k"), (1, "v")}
 
 
 def test_a_saved_state_comes_back_as_often_as_asked(subject: Subject) -> None:

@@ -246,6 +246,10 @@ def test_the_commands_from_texts_to_a_verdict(directory: Path, tmp_path: Path) -
     plots = list((tmp_path / "r").glob("*.png"))
     assert len(plots) == (2 if importlib.util.find_spec("matplotlib") else 0)
     run("artifact", "verify", tmp_path / "a", directory, code=2)  # a checkpoint without scales of its own
+    run("calibrate", directory, *sources, "--length", "64", "--samples", "1", "--granularity", "tensor", "--save", tmp_path / "t")
+    options = ("--text", f"other={tmp_path}/other.txt", "--lengths", "64", "--twin", "0", "--passages", "0", "--no-answers", "--sequences", "1")
+    found = json.loads(run("evaluate", directory, "--artifact", tmp_path / "t", "--report", tmp_path / "rt", *options, "--json").stdout)
+    assert {one["scheme"] for one in found["verdicts"]} == {"artifact", "one", "block-head", "token-head", "kivi"}, "all that it can give"
 
 
 def test_scale_one_must_be_asked_for_and_is_labelled(directory: Path, tmp_path: Path) -> None:

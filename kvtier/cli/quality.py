@@ -43,6 +43,9 @@ def calibrate(
     headroom: Annotated[float, typer.Option("--headroom", help="Factor on amax and percentile.")] = 2.0,
     percentile: Annotated[float, typer.Option("--percentile", help="For that rule.")] = 99.99,
     exclude: Annotated[str, typer.Option("--exclude", help="Layers that stay native, e.g. 0,1,31.")] = "",
+    sliding: Annotated[
+        bool, typer.Option("--sliding", help="Also layers with a sliding window, which stay native beside full ones otherwise.")
+    ] = False,
     sensitivity: Annotated[int, typer.Option("--sensitivity", min=0, help="Tokens to measure each layer's cost on; 0: not measured.")] = 0,
     statistics: Annotated[Path | None, typer.Option("--statistics", help="CSV of what was seen, by layer, part, head and stratum.")] = None,
     one: Annotated[bool, typer.Option("--uncalibrated", help="Scale 1.0 everywhere, without looking at any data.")] = False,
@@ -58,6 +61,7 @@ def calibrate(
         step("load the model", 0, 1)
         subject = quality.subject.load(model, revision or None)
         step("load the model", 1, 1)
+        out = sorted({*out, *(() if sliding else quality.unit.windows(subject.caches))})
         pieces = quality.data.read(text or [], subject.encode, length, samples)
         observer = quality.calibrate.observe(subject, pieces, lambda done, total: step("calibrate", done, total))
         options = {"granularity": granularity, "rule": rule, "headroom": headroom, "percent": percentile, "excluded": out}
@@ -180,7 +184,7 @@ def _workbench(threads: int) -> Any:
     if missing := [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]:
         raise Invalid(f"{missing[0]} is not installed: pip install 'kvtier[torch]'")
     from kvtier.workbench import quality
-    from kvtier.workbench.quality import calibrate, data, evaluate, report, standard, subject, tasks  # noqa: F401
+    from kvtier.workbench.quality import calibrate, data, evaluate, report, standard, subject, tasks, unit  # noqa: F401
 
     subject.set_threads(threads)
     return quality

@@ -14,7 +14,7 @@ from kvtier.artifact import Artifact
 from kvtier.caches import ModelCaches
 from kvtier.errors import Invalid
 from kvtier.layout import Group, Layer, Layout, Part
-from kvtier.workbench.quality import calibrate, compare, standard, tasks, twin
+from kvtier.workbench.quality import calibrate, compare, standard, tasks, twin, unit
 from kvtier.workbench.quality.compare import Result
 from kvtier.workbench.quality.data import Sample
 from kvtier.workbench.quality.schemes import BLOCK, Scheme
@@ -74,7 +74,7 @@ class Settings:
 
     schemes      names of `standard`; an artifact stands before them
     lengths      context lengths; `sequences` pieces of each length and text
-    factor       of the outlier twin; 0 for none
+    factor       of the outlier twin, which is run at the first length; 0 for none
     without      layers that are each left native once, beside the first static scheme
     passages     hidden passages and needles of the retrieval, at the largest length; 0 for none
     temperature  of free-running answers, 0 for greedy; seed for it and for what is drawn
@@ -180,11 +180,14 @@ def _mean(result: Result) -> float:
 
 def _schemes(subject: Subject, settings: Settings, calibration: Sequence[Sample], artifact: Artifact | None, tell: Step) -> list[Scheme]:
     if artifact is not None:
-        schemes = standard.from_scales(tuple(name for name in settings.schemes if name != "channel-static"), artifact)
+        lacking = {"channel-static"} | ({"head"} if any(form.granularity != "head" for form in artifact.parts.values()) else set())
+        schemes = standard.from_scales(tuple(name for name in settings.schemes if name not in lacking), artifact)
     else:
         observer = calibrate.observe(subject, calibration, lambda done, total: tell("calibrate", done, total))
         calibrate.refuse_gaps(observer)
         schemes = standard.from_observer(settings.schemes, observer)
+    windows = unit.windows(subject.caches)  # whose blocks are not kept whole
+    schemes = [replace(scheme, excluded=scheme.excluded | windows) if scheme.whole_blocks else scheme for scheme in schemes]
     static = next((scheme for scheme in schemes if scheme.scales and not scheme.uncalibrated), None)
     if static is not None:
         schemes += [replace(static, name=f"{static.name}, layer {layer} native", excluded=static.excluded | {layer}) for layer in settings.without]

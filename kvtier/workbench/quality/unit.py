@@ -23,6 +23,12 @@ def layers_of(caches: ModelCaches) -> list[tuple[int, int, tuple[int, ...]]]:
     return [(layer.index, layer.heads, layer.widths) for layer in caches.cached]
 
 
+def windows(caches: ModelCaches) -> frozenset[int]:
+    """The layers that look back a window, where others look back over everything: they stay native unless somebody wants otherwise."""
+    found = frozenset(layer.index for layer in caches.cached if layer.window is not None)
+    return found if len(found) < len(caches.cached) else frozenset()
+
+
 def uncalibrated(caches: ModelCaches, name: str, revision: str, granularity: str = "tensor", excluded: Iterable[int] = ()) -> Artifact:
     """Scale 1.0 everywhere, for who asks for it. It says so wherever it is shown."""
     out = frozenset(excluded)
