@@ -8,7 +8,7 @@ Thread-safe by one lock, held for microseconds; imports no torch and no metrics 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,21 @@ class Drift:
             sums.clipped += clipped
             sums.nonfinite += nonfinite
             sums.share = max(sums.share, share)
+
+    def add_launch(
+        self, layers: Sequence[int], parts: Sequence[str], values: Sequence[int], clipped: NDArray[Any], nonfinite: NDArray[Any], amax: NDArray[Any]
+    ) -> None:
+        """The counts of one launch of the quantize kernel, [blocks, layers, parts, heads] each (`kvtier_kernels.quantize.Seen`, copied to the host).
+        `values`: elements of one block of each part, over its heads. Raises Invalid for arrays of another shape."""
+        shape = (len(clipped), len(layers), len(parts))
+        if any(array.ndim != 4 or array.shape[:3] != shape for array in (clipped, nonfinite, amax)) or len(values) != len(parts):
+            raise Invalid(f"counts of {len(layers)} layers and {len(parts)} parts have the shape [blocks, layers, parts, heads], not {clipped.shape}")
+        if not shape[0]:
+            return
+        for i, layer in enumerate(layers):
+            for j, part in enumerate(parts):
+                sums = int(clipped[:, i, j].sum()), int(nonfinite[:, i, j].sum())
+                self.add(layer, part, values[j] * shape[0], *sums, amax[:, i, j].max(axis=0))
 
     def rotate(self) -> None:
         """Begins another window of `amax_share`; what is told is the larger of the present and the last. Its owner calls it every few minutes."""

@@ -93,6 +93,23 @@ def test_alerts_ask_for_what_exists() -> None:
         assert all(f"{word}:" in alert for word in ("expr", "labels", "summary", "action")), alert.split("\n")[0]
 
 
+def test_a_launch_of_the_kernel_at_once() -> None:
+    shape = (3, 2, 2, 2)  # blocks, layers, parts, heads
+    clipped, nonfinite, amax = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+    clipped[1, 0, 1, 0], clipped[2, 0, 1, 1], nonfinite[0, 1, 0, 1] = 5, 2, 1
+    amax[2, 1, 0] = (112.0, 112.0)
+    drift = Drift(scales())
+    drift.add_launch([0, 1], ["k", "v"], [256, 128], clipped, nonfinite, amax)
+    assert values(drift, "values_total") == {("0", "k"): 768, ("0", "v"): 384, ("1", "k"): 768, ("1", "v"): 384}
+    assert values(drift, "clipped_values_total")[("0", "v")] == 7 and sum(values(drift, "clipped_values_total").values()) == 7
+    assert values(drift, "nonfinite_values_total")[("1", "k")] == 1
+    assert values(drift, "amax_share")[("1", "k")] == 1.0, "head 1 holds 112"
+    drift.add_launch([0, 1], ["k", "v"], [256, 128], clipped[:0], nonfinite[:0], amax[:0])
+    for bad in ([0], [0, 1, 2]):
+        with pytest.raises(Invalid, match="blocks, layers, parts, heads"):
+            drift.add_launch(bad, ["k", "v"], [256, 128], clipped, nonfinite, amax)
+
+
 @pytest.mark.torch
 def test_what_the_quantizer_counts_goes_in_as_it_is() -> None:
     torch = pytest.importorskip("torch")
