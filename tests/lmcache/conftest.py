@@ -31,7 +31,6 @@ def patient(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         from kvtier.connectors.lmcache import traffic
 
         monkeypatch.setattr(traffic, "CALL_SECONDS", PATIENCE)
-        monkeypatch.setattr(traffic, "STORE_SECONDS", PATIENCE)
         monkeypatch.setattr(traffic, "LOAD_SECONDS", PATIENCE)
 
 

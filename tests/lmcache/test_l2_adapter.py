@@ -207,6 +207,19 @@ def test_more_tasks_than_the_queue_has_room_for_fail_at_once(daemon: Daemon, mod
         assert len(answered) == 20 and sum(not one.test(0) for one in answered) >= 16
 
 
+def test_a_task_that_has_waited_for_long_leaves_its_buffers_alone(daemon: Daemon, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LMCache's locks on them end after 300 s: they may be another's by then."""
+    monkeypatch.setattr(tasks, "WAIT_SECONDS", 0.5)
+    with adapter(daemon, model) as made:
+        with daemon.stopped():
+            asked = [made.submit_store_task(keys([n]), buffers(1, numbers=[n])) for n in range(3)]
+            time.sleep(1)
+        done: dict[int, Any] = {}
+        until(lambda: done.update(made.pop_completed_store_tasks()) or len(done) == 3, "all are answered")
+        assert [int(done[task]) for task in asked[1:]] == [-1, -1]
+        assert set(lookup(made, keys(range(3)))) <= {0}
+
+
 @pytest.mark.usefixtures("impatient")
 def test_submitting_does_not_wait_for_a_daemon_that_is_deaf(daemon: Daemon, model: Path) -> None:
     """Wide of any deadline: 60 submissions take what one call to the daemon may."""

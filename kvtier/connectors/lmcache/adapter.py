@@ -20,6 +20,7 @@ from lmcache.v1.distributed.api import KeyEntry, KeyListPage
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 
+from kvtier.connectors.lmcache import traffic
 from kvtier.connectors.lmcache.books import Books, Holds
 from kvtier.connectors.lmcache.naming import Space, Spaces, form_of
 from kvtier.connectors.lmcache.settings import KvtierL2AdapterConfig
@@ -29,7 +30,7 @@ from kvtier.connectors.lmcache.traffic import Item, Traffic
 TESTED = "0.5.6"
 LOADERS = 2
 DELETE_SECONDS = 2.0
-CLOSE_SECONDS = 15.0  # longer than any task runs
+CLOSE_SECONDS = 15.0  # longer than any task goes on once it is told to end
 log = logging.getLogger(__name__)
 
 
@@ -85,9 +86,9 @@ class KvtierL2Adapter(L2AdapterInterface):
     def _store(self, keys: list[Any], objects: list[Any]) -> Any:
         """All or nothing is what LMCache is told; what was stored before a failure stays, and is accounted for."""
         self._meet(keys)
-        done = nbytes = 0
+        done, nbytes, until = 0, 0, time.monotonic() + traffic.STORE_SECONDS
         for bundle in self._traffic.bundles_of(keys, objects):
-            stored = self._traffic.store(bundle, self._enter)
+            stored = self._traffic.store(bundle, until, self._enter)
             done += stored
             nbytes += stored * bundle[0].nbytes
         self._count("stored_objects", done)
@@ -97,8 +98,8 @@ class KvtierL2Adapter(L2AdapterInterface):
 
     # -- lookup and lock
 
-    def submit_lookup_and_lock_task(self, keys: list[Any], group_layout_descs: Mapping[int, Any]) -> int:
-        task, keys, layouts = self._lookups.open(), list(keys), dict(group_layout_descs)
+    def submit_lookup_and_lock_task(self, keys: list[Any], group_layout_descs: Mapping[int, Any] | None) -> int:
+        task, keys, layouts = self._lookups.open(), list(keys), dict(group_layout_descs or {})
         self._asking.give(Task(lambda: self._lookup(keys, layouts), lambda answer: self._lookups.answer(task, answer), Bitmap(len(keys))))
         return task
 
@@ -163,7 +164,7 @@ class KvtierL2Adapter(L2AdapterInterface):
         return self._loads.fetch(task_id)
 
     def _load(self, keys: list[Any], objects: list[Any]) -> Any:
-        bitmap = Bitmap(len(keys))
+        bitmap, until = Bitmap(len(keys)), time.monotonic() + traffic.LOAD_SECONDS
         for space, context, items in self._traffic.bundles_of(keys, objects):
             places = self._holds.borrow([item.key for item in items], space)
             try:
@@ -172,7 +173,7 @@ class KvtierL2Adapter(L2AdapterInterface):
                 self._holds.give_back(places)
             good = [item for item, place in zip(items, places, strict=True) if place is not None]
             if rest := [item for item, place in zip(items, places, strict=True) if place is None]:
-                more, lost = self._traffic.load((space, context, rest))
+                more, lost = self._traffic.load((space, context, rest), until)
                 good += more
                 self._forget([item.key for item in lost])
             for item in good:

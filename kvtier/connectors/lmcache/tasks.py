@@ -1,21 +1,24 @@
 """Tasks as LMCache wants them: submitted without waiting, answered exactly once, announced on an event descriptor of their kind.
 
 A `Desk` hands out ids and answers of one kind of task; a `Crew` is threads with one bounded queue. Whatever a task runs into, its id is answered:
-with what it failed to do. After `close` nothing of a task runs any more, and what waited is answered as failed.
+with what it failed to do. LMCache's locks on the buffers of a task have an end, 300 s from its submission: what has waited for long is failed without
+touching them. After `close` nothing of a task runs any more, and what waited is answered as failed.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from lmcache.v1.platform import create_event_notifier
 
 MAX_WAITING = 4096  # tasks in a queue; more fail at once
+WAIT_SECONDS = 60.0  # in the queue, at most
 MAX_ANSWERS = 1 << 16  # answers that nobody has fetched; the oldest go, as those who asked have gone
 R = TypeVar("R")
 log = logging.getLogger(__name__)
@@ -74,6 +77,7 @@ class Task(Generic[R]):
     run: Callable[[], R]
     end: Callable[[R], None]
     failed: R
+    born: float = field(default_factory=time.monotonic)
 
 
 class Crew:
@@ -135,7 +139,8 @@ class Crew:
     def _run(self, task: Task[Any]) -> None:
         answer = task.failed
         try:
-            answer = task.run()
+            if time.monotonic() - task.born < WAIT_SECONDS:
+                answer = task.run()
         except Exception:
             log.exception("kvtier: a task failed")
         try:

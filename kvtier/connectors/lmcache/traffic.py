@@ -29,8 +29,9 @@ from kvtier.layout import Range
 from kvtier.v1 import kvtier_pb2 as pb
 
 CALL_SECONDS = 2.0  # deadline of one call to the daemon, the heart's beat included
-STORE_SECONDS = 5.0  # for a task whose blocks find no room: then the rest is dropped
-LOAD_SECONDS = 10.0  # for a load, with what has to come up from a lower tier; LMCache's own locks last 300 s
+STORE_SECONDS = 60.0  # for a store; LMCache's locks on its buffers last 300 s
+ROOM_SECONDS = 5.0  # ... of which so long without finding room: then the rest is dropped
+LOAD_SECONDS = 10.0  # for a load, with what has to come up from a lower tier
 BATCH_BYTES = 64 << 20  # reserved or leased at once
 HELD_SHARE = 8  # lookups hold at most this part of the arena
 BATCH_SHARE = 16  # ... and one call reserves or leases at most this part
@@ -179,11 +180,11 @@ class Traffic:
 
     # -- store
 
-    def store(self, bundle: Bundle, stored: Callable[[Space, Sequence[Item]], None]) -> int:
-        """Stores a bundle's items in order, and tells `stored` of each batch. How many are in the daemon now, counted from the front."""
+    def store(self, bundle: Bundle, until: float, stored: Callable[[Space, Sequence[Item]], None]) -> int:
+        """Stores a bundle's items in order, until that time, and tells `stored` of each batch. How many are in the daemon now, from the front."""
         space, context, items = bundle
-        until, size, done = time.monotonic() + STORE_SECONDS, self._batch(space), 0
-        while done < len(items) and self.heart.healthy and not self.closing.is_set():
+        room, size, done = time.monotonic() + ROOM_SECONDS, self._batch(space), 0
+        while done < len(items) and self.heart.healthy and not self.closing.is_set() and time.monotonic() < until:
             batch = items[done : done + size]
             try:
                 got, reason = self._fill(space, context, batch)
@@ -194,9 +195,10 @@ class Traffic:
             if got:
                 stored(space, batch[:got])
                 done += got
+                room = time.monotonic() + ROOM_SECONDS
             if got == len(batch):
                 continue
-            if not reason.startswith("full") or time.monotonic() > until:
+            if not reason.startswith("full") or time.monotonic() > room:
                 self._count(f"store_dropped_{label(reason)}", len(items) - done)
                 break
             if len(batch) > 1:
@@ -295,10 +297,10 @@ class Traffic:
 
     # -- load
 
-    def load(self, bundle: Bundle) -> tuple[list[Item], list[Item]]:
-        """Copies a bundle's items into their buffers: (those that are whole in theirs, those that the daemon has no more)."""
+    def load(self, bundle: Bundle, until: float) -> tuple[list[Item], list[Item]]:
+        """Copies a bundle's items into their buffers, until that time: (those that are whole in theirs, those that the daemon has no more)."""
         space, context, left = bundle
-        until, pause, size = time.monotonic() + LOAD_SECONDS, PAUSE, self._batch(space)
+        pause, size = PAUSE, self._batch(space)
         good: list[Item] = []
         lost: list[Item] = []
         while left and self.heart.healthy and not self.closing.is_set() and time.monotonic() < until:
