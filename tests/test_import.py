@@ -350,6 +350,20 @@ def test_show_warns_of_what_nobody_calibrated(tmp_path: Path) -> None:
     assert "UNCALIBRATED: every scale is 1.0" in call("artifact", "show", tmp_path / "ones")
 
 
+def test_show_reads_reports_that_hold_anything(tmp_path: Path) -> None:
+    report: dict[str, Any] = {
+        "q_scale.0": "not hex",
+        "q_scale.1": 3,
+        "q_scale.2": f32_hex(0.75),
+        "sensitivity.1": "zz",
+        "sensitivity.2": f32_hex(0.5),
+    }
+    bundle(report=report).save(tmp_path / "a")
+    shown = json.loads(call("artifact", "show", tmp_path / "a", "--json"))
+    assert shown["queries"] == {"0": pytest.approx([0.0312, 0.5]), "1": pytest.approx([0.0312, 0.5]), "2": [0.75]}
+    assert "layer 2: 0.50000" in call("artifact", "show", tmp_path / "a")
+
+
 def test_diff_names_fields_and_scales(tmp_path: Path) -> None:
     bundle().save(tmp_path / "a")
     changed = {key: np.array(values) for key, values in bundle().scales.items()}

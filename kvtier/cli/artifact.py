@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +17,7 @@ from kvtier.cli import output
 from kvtier.cli.app import Common, app, command
 from kvtier.cli.inputs import description_of, read_description
 from kvtier.cli.output import Exit, message
-from kvtier.identity import Description, Difference, differences, pack_scales
+from kvtier.identity import Description, Difference, differences, hex_f32, pack_scales
 from kvtier.importer import import_scales
 
 group = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
@@ -141,10 +142,15 @@ def _queries(one: Artifact, scales: bundle.Scales) -> dict[str, list[float]]:
     """The scale of queries that a kernel uses in each layer: the checkpoint's, or that of K where it has none."""
     found = {}
     for layer in sorted({layer for layer, part in scales if part == "k"}):
-        said = one.report.get(f"q_scale.{layer}")
-        own = np.frombuffer(bytes.fromhex(said), ">f4") if isinstance(said, str) else scales[layer, "k"]
+        said = _hex(one.report.get(f"q_scale.{layer}", ""))
+        own = np.frombuffer(bytes.fromhex(said), ">f4") if said else scales[layer, "k"]
         found[str(layer)] = [float(value) for value in own]
     return found
+
+
+def _hex(value: str | int) -> str:
+    """Digits of f32 values in a report, which may hold anything: "" unless they are such."""
+    return value if isinstance(value, str) and re.fullmatch(r"(?:[0-9a-f]{8})+", value) else ""
 
 
 def _print(one: Artifact, scales: bundle.Scales) -> None:
@@ -161,8 +167,13 @@ def _print(one: Artifact, scales: bundle.Scales) -> None:
         ("largest calibrated position", position),
         ("native layers", ", ".join(map(str, one.excluded)) or "none"),
         ("q_scale in use", "the checkpoint's" if any(key.startswith("q_scale.") for key in one.report) else "k_scale"),
-        *((f"report: {key}", str(value)) for key, value in sorted(one.report.items()) if not key.startswith("q_scale")),
+        *((f"report: {key}", str(value)) for key, value in sorted(one.report.items()) if not key.startswith(("q_scale", "sensitivity."))),
     ]
+    costs = {int(key.removeprefix("sensitivity.")): _hex(value) for key, value in one.report.items() if re.fullmatch(r"sensitivity\.\d{1,5}", key)}
+    costs = {layer: value for layer, value in costs.items() if len(value) == 8}
+    if costs:
+        worst = sorted(costs, key=lambda layer: -hex_f32(costs[layer]))[:5]
+        rows.append(("KL of a layer alone, the worst", ", ".join(f"layer {layer}: {hex_f32(costs[layer]):.5f}" for layer in worst)))
     output.table(("what", "value"), rows)
     layers = [(layer, _span(scales, layer, "k"), _span(scales, layer, "v")) for layer in sorted({layer for layer, _ in scales})]
     if layers:
