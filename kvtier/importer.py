@@ -20,7 +20,7 @@ from kvtier.artifact import LEAST_SCALE, MOST_SCALE, Artifact, PartFormat
 from kvtier.caches import ModelCaches, caches_of
 from kvtier.errors import Invalid
 from kvtier.fingerprint import resolve_revision
-from kvtier.identity import canonical_json, f32_hex, pack_scales
+from kvtier.identity import MAX_TEXT, canonical_json, f32_hex, pack_scales
 from kvtier.scale_names import ScaleName, odd, parse
 from kvtier.tensors import Tensor, naming, open_regular, read_header, read_whole, to_f32
 
@@ -224,7 +224,9 @@ def _query_report(found: Import) -> dict[str, str | int]:
     """What stands in the report about q_scale: values as hex of f32, or the fall-back by its name."""
     if not found.queries:
         return {"q_scale": "k"}
-    return {f"q_scale.{layer}": "".join(f32_hex(float(value)) for value in values)[:1024] for layer, values in sorted(found.queries.items())}
+    if any(8 * values.size > MAX_TEXT for values in found.queries.values()):
+        raise Invalid(f"q_scale has more values than the {MAX_TEXT // 8} that a report has room for")
+    return {f"q_scale.{layer}": "".join(f32_hex(float(value)) for value in values) for layer, values in sorted(found.queries.items())}
 
 
 def _heads(caches: ModelCaches) -> dict[int, int]:
