@@ -73,7 +73,7 @@ def refused(root: Path, match: str = ".", **options: Any) -> str:
 # --- KVB-04: half calibrated
 
 
-def test_zero_scales_are_refused_each_by_name(tmp_path: Path) -> None:
+def test_kvb_04_zero_scales_are_refused_each_by_name(tmp_path: Path) -> None:
     half = scales(**{f"{layer}_{part}": f32(0.0) for layer in (2, 3) for part in "kv"})
     said = refused(write(tmp_path / "half", {"model.safetensors": half}))
     for layer in (2, 3):
@@ -84,7 +84,7 @@ def test_zero_scales_are_refused_each_by_name(tmp_path: Path) -> None:
     assert refused(write(tmp_path / "zero", {"model.safetensors": scales(**zero)})).count("the value is 0.0") == 8
 
 
-def test_an_absent_and_an_extra_layer_are_errors_unless_allowed(tmp_path: Path) -> None:
+def test_kvb_04_an_absent_and_an_extra_layer_are_errors_unless_allowed(tmp_path: Path) -> None:
     absent = write(tmp_path / "absent", {"a.safetensors": scales(3)})
     refused(absent, r"layers without any scale: 3 \(leave them native with --allow-missing\)")
     made, notes = import_scales(absent, allow_missing=True)
@@ -96,7 +96,7 @@ def test_an_absent_and_an_extra_layer_are_errors_unless_allowed(tmp_path: Path) 
     assert {layer for layer, _ in made.scales} == {0, 1, 2, 3}
 
 
-def test_nothing_is_half_imported(tmp_path: Path) -> None:
+def test_kvb_04_nothing_is_half_imported(tmp_path: Path) -> None:
     bad = write(tmp_path / "bad", {"model.safetensors": scales(**{"3_v": f32(float("nan"))})})
     runner = CliRunner()
     target = tmp_path / "artifact"
@@ -120,7 +120,7 @@ def test_nothing_is_half_imported(tmp_path: Path) -> None:
     [(np.nan, "nan"), (np.inf, "inf"), (-np.inf, "-inf"), (-1.0, "-1.0"), (0.0, "0.0"), (1e-45, "1e-45"), (3e38, "3e\\+38"), (-0.0, "-0.0")],
 )
 @pytest.mark.parametrize("part", ["k", "v"])
-def test_bad_values_are_refused_by_name(tmp_path: Path, value: float, shown: str, part: str) -> None:
+def test_kvb_05_bad_values_are_refused_by_name(tmp_path: Path, value: float, shown: str, part: str) -> None:
     root = write(tmp_path / "m", {"model.safetensors": scales(**{f"1_{part}": f32(value)})})  # the other part of the layer is good
     refused(root, f"model.layers.1.self_attn.{part}_scale in model.safetensors .layer 1.: the value is {shown}: a scale is finite")
     per_head = {f"{layer}_{p}": f32(*[0.1] * HEADS) for layer in range(4) for p in "kv"} | {f"1_{part}": f32(*[0.1] * 5, value, 0.1, 0.1)}
@@ -131,7 +131,7 @@ def test_bad_values_are_refused_by_name(tmp_path: Path, value: float, shown: str
     ("shape", "heads"),
     [([], 1), ([1], 1), ([1, 1, 1], 1), ([8], 8), ([8, 1], 8), ([8, 1, 1], 8), ([1, 8, 1, 1], 8), ([7], 0), ([2, 4], 0), ([8, 2], 0), ([0], 0)],
 )
-def test_shapes(tmp_path: Path, shape: list[int], heads: int) -> None:
+def test_kvb_05_shapes(tmp_path: Path, shape: list[int], heads: int) -> None:
     count = int(np.prod(shape))
     entry = f32(*[(i + 1) / 100 for i in range(count)], shape=shape)
     root = write(tmp_path / "m", {"model.safetensors": scales(**{f"{layer}_{part}": entry for layer in range(4) for part in "kv"})})
@@ -145,12 +145,12 @@ def test_shapes(tmp_path: Path, shape: list[int], heads: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["I8", "U8", "F64", "F8_E4M3"])
-def test_formats_that_hold_no_scales_are_refused(tmp_path: Path, dtype: str) -> None:
+def test_kvb_05_formats_that_hold_no_scales_are_refused(tmp_path: Path, dtype: str) -> None:
     entry = (dtype, [1], bytes([1] * (8 if dtype == "F64" else 1)))
     refused(write(tmp_path / "m", {"model.safetensors": scales(**{"0_k": entry})}), f"F32, F16 or BF16, not {dtype}")
 
 
-def test_bf16_and_fp16_keep_every_bit(tmp_path: Path) -> None:
+def test_kvb_05_bf16_and_fp16_keep_every_bit(tmp_path: Path) -> None:
     for dtype, raw, value in (("BF16", bytes([0x83, 0x3C]), 0x3C830000), ("F16", np.array([0.0173], "<f2").tobytes(), None)):
         root = write(tmp_path / dtype, {"model.safetensors": scales(**{"0_k": (dtype, [1], raw)})})
         made, _ = import_scales(root)
@@ -158,13 +158,13 @@ def test_bf16_and_fp16_keep_every_bit(tmp_path: Path) -> None:
         assert made.scales[0, "k"].tobytes() == expected.tobytes()
 
 
-def test_one_part_alone_is_refused(tmp_path: Path) -> None:
+def test_kvb_05_one_part_alone_is_refused(tmp_path: Path) -> None:
     root = write(tmp_path / "m", {"model.safetensors": scales(**{"2_k": None})})
     refused(root, r"layer 2 has model\.layers\.2\.self_attn\.v_scale in model\.safetensors, but no k_scale")
     refused(root, "no k_scale", allow_missing=True)
 
 
-def test_a_fused_scale_fills_both_and_is_reported(tmp_path: Path) -> None:
+def test_kvb_05_a_fused_scale_fills_both_and_is_reported(tmp_path: Path) -> None:
     fused = kv(*[{"model.layers.N.self_attn.kv_scale": f32(0.25)}] * 4)
     made, notes = import_scales(write(tmp_path / "m", {"model.safetensors": fused}))
     assert {float(value[0]) for value in made.scales.values()} == {0.25} and len(made.scales) == 8
@@ -179,7 +179,7 @@ def test_a_fused_scale_fills_both_and_is_reported(tmp_path: Path) -> None:
     assert import_scales(write(tmp_path / "e", {"a.safetensors": equal}))[0].scales[1, "k"][0] == 0.25
 
 
-def test_the_scale_of_queries_falls_back_to_k(tmp_path: Path) -> None:
+def test_kvb_05_the_scale_of_queries_falls_back_to_k(tmp_path: Path) -> None:
     both = kv(*[{"model.layers.N.self_attn.k_scale": f32(0.25), "model.layers.N.self_attn.v_scale": f32(0.5)}] * 4)
     made, notes = import_scales(write(tmp_path / "m", {"model.safetensors": both}))
     assert made.report["q_scale"] == "k" and any("no q_scale" in note for note in notes)
@@ -300,7 +300,7 @@ def test_an_edited_scale_of_any_name_changes_the_fingerprint(tmp_path: Path) -> 
 # --- tensor parallelism
 
 
-def test_ranks_take_their_heads_and_never_a_cut_of_one(tmp_path: Path) -> None:
+def test_kvb_05_ranks_take_their_heads_and_never_a_cut_of_one(tmp_path: Path) -> None:
     values = [float(np.float32((i + 1) / 100)) for i in range(8)]
     entry = f32(*values)
     root = write(tmp_path / "m", {"model.safetensors": scales(**{f"{layer}_{part}": entry for layer in range(4) for part in "kv"})})
