@@ -80,13 +80,14 @@ def main(
     novels_file: Annotated[Path | None, typer.Option("--novels", help="Rdata.rdb of r-cran-janeaustenr.")] = None,
     out: Annotated[Path, typer.Option("--out", help="Directory of the CSV.")] = ROOT / "bench" / "results",
     only: Annotated[str, typer.Option("--only", help="One of the texts.")] = "",
+    device: Annotated[str, typer.Option("--device", help="cpu, or another device of torch.")] = "cpu",
     threads: Annotated[int, typer.Option("--threads", min=1, help="Threads that torch may use.")] = 2,
 ) -> None:
     """Run what is missing in the CSV."""
     torch.set_num_threads(threads)
     path = out / "quality.csv"
     done = list(csv.DictReader(line for line in path.read_text().splitlines() if not line.startswith("#"))) if path.exists() else []
-    model = subject.load(subject.SMOLLM)
+    model = subject.load(subject.SMOLLM, device=device)
     evaluation = {"manual": model.encode(texts.evaluation())}
     halves = [model.encode(texts.calibration())]
     if novels_file is not None:

@@ -281,6 +281,8 @@ def test_what_does_not_fit_is_refused(directory: Path, tmp_path: Path) -> None:
         (("calibrate", tmp_path / "nowhere", "--save", tmp_path / "x"), "neither a directory"),
         (("calibrate", directory, "--rule", "median", "--length", "64", "--samples", "1", "--save", tmp_path / "x"), "rule is one of"),
         (("calibrate", directory, "--exclude", "9", "--length", "64", "--samples", "1", "--save", tmp_path / "x"), "excluded layer 9"),
+        (("calibrate", directory, "--device", "nowhere", "--save", tmp_path / "x"), "no device 'nowhere'"),
+        (("calibrate", directory, "--dtype", "int8", "--save", tmp_path / "x"), "runs in bfloat16, float16, float32"),
         (("evaluate", directory, "--schemes", "best", "--report", tmp_path / "r"), "scheme 'best'"),
         (("evaluate", directory, "--lengths", "100000", "--report", tmp_path / "r"), "sees 4096 tokens"),
     ):

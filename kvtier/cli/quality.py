@@ -27,6 +27,8 @@ from kvtier.fingerprint import resolve_revision
 
 Texts = Annotated[list[str] | None, typer.Option("--text", help="stratum=FILE (.txt, .jsonl, .tokens); may be repeated. [default: a built-in text]")]
 Model = Annotated[str, typer.Argument(help="Directory of a Hugging Face model, or smollm2.")]
+Device = Annotated[str, typer.Option("--device", help="cpu, or another device of torch, e.g. cuda.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="What the model computes in; float32 measures the format and nothing else.")]
 Threads = Annotated[int, typer.Option("--threads", min=0, max=1024, help="Threads that torch may use. [default: all]")]
 
 
@@ -50,6 +52,8 @@ def calibrate(
     statistics: Annotated[Path | None, typer.Option("--statistics", help="CSV of what was seen, by layer, part, head and stratum.")] = None,
     one: Annotated[bool, typer.Option("--uncalibrated", help="Scale 1.0 everywhere, without looking at any data.")] = False,
     revision: Annotated[str, typer.Option("--revision", help="The model's revision. [default: told from the files]")] = "",
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
     threads: Threads = 0,
 ) -> Exit:
     """Calibrate scales on texts and write the artifact. Refuses to export a layer that saw nothing."""
@@ -59,7 +63,7 @@ def calibrate(
     quality = _workbench(threads)
     with _bars() as step:
         step("load the model", 0, 1)
-        subject = quality.subject.load(model, revision or None)
+        subject = quality.subject.load(model, revision or None, dtype, device)
         step("load the model", 1, 1)
         out = sorted({*out, *(() if sliding else quality.unit.windows(subject.caches))})
         pieces = quality.data.read(text or [], subject.encode, length, samples)
@@ -128,6 +132,8 @@ def evaluate(
     built_in: Annotated[bool, typer.Option("--answers/--no-answers", help="The built-in JSON, tool-call and repetition tasks.")] = True,
     temperature: Annotated[float, typer.Option("--temperature", min=0, max=10, help="Of free-running answers.")] = 0.0,
     seed: Annotated[int, typer.Option("--seed", min=0, help="For whatever is drawn.")] = 0,
+    device: Device = "cpu",
+    dtype: Dtype = "float32",
     threads: Threads = 0,
 ) -> Exit:
     """Compare native with quantized KV on the same texts and judge each scheme. Exit code 1 if the artifact (else: a calibrated scheme) is bad."""
@@ -141,7 +147,7 @@ def evaluate(
     loaded = bundle.load(artifact) if artifact is not None else None
     with _bars() as step:
         step("load the model", 0, 1)
-        subject = quality.subject.load(model)
+        subject = quality.subject.load(model, None, dtype, device)
         step("load the model", 1, 1)
         pieces = quality.data.read(calibration or [], subject.encode, calibration_length, 4)
 

@@ -98,8 +98,8 @@ def compare(subject: Subject, sequences: Sequence[Sequence[int]], schemes: Seque
         rows: list[list[list[torch.Tensor]]] = [[[], [], [], []] for _ in schemes]
         for at in range(0, len(tokens) - 1, CHUNK):
             piece = tokens[at : min(at + CHUNK, len(tokens) - 1)]
-            targets = tokens[at + 1 : at + 1 + len(piece)]
             base = forward(subject.model, piece, native).float().log_softmax(-1)
+            targets = tokens[at + 1 : at + 1 + len(piece)].to(base.device)
             native_nll = -base.gather(1, targets[:, None])[:, 0]
             for cache, row in zip(caches, rows, strict=True):
                 other = forward(subject.model, piece, cache).float().log_softmax(-1)
@@ -112,7 +112,7 @@ def compare(subject: Subject, sequences: Sequence[Sequence[int]], schemes: Seque
                 step(done, total)
         for result, row, quantizer in zip(results, rows, quantizers, strict=True):
             for values, parts in zip((result.kl, result.nll, result.native_nll, result.top1), row, strict=True):
-                values.append(torch.cat(parts).numpy())
+                values.append(torch.cat(parts).cpu().numpy())
             _merge(result.tallies, quantizer.tallies)
     return results
 
@@ -145,7 +145,7 @@ def score(
         for cue, answer in queries:
             restore_state(cache, state)
             logits = forward(subject.model, torch.tensor([*cue, *answer[:-1]]), cache)[len(cue) - 1 :].float().log_softmax(-1)
-            targets = torch.tensor(list(answer))
+            targets = torch.tensor(list(answer), device=logits.device)
             right = logits.argmax(-1) == targets
             scored.append(Scored(float(-logits.gather(1, targets[:, None]).mean()), float(right.float().mean()), bool(right.all())))
         found.append(scored)

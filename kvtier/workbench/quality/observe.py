@@ -51,15 +51,16 @@ class Seen:
         self.samples += 1
         self.elements += x.numel()
         self.nonfinite += int((~finite).sum())
-        top = magnitude.amax(dim=(1, 2)).numpy()
+        top = magnitude.amax(dim=(1, 2)).cpu().numpy()
         self.amax[stratum] = np.maximum(self.amax.get(stratum, top), top)
-        self.channels = np.maximum(self.channels, magnitude.amax(dim=1).numpy()) if self.channels.size else magnitude.amax(dim=1).numpy()
+        channels = magnitude.amax(dim=1).cpu().numpy()
+        self.channels = np.maximum(self.channels, channels) if self.channels.size else channels
         if not self.counts.size:
             self.counts = np.zeros((self.heads, BINS), np.int64)
         bins = ((torch.log2(magnitude) - LOW) * PER_OCTAVE).floor().clamp(0, BINS - 1)
         for head in range(self.heads):
             nonzero = bins[head][magnitude[head] > 0].long()
-            self.counts[head] += torch.bincount(nonzero, minlength=BINS).numpy()
+            self.counts[head] += torch.bincount(nonzero, minlength=BINS).cpu().numpy()
 
 
 class Observer:

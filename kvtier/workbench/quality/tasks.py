@@ -139,7 +139,7 @@ def generate(subject: Subject, prompt: Sequence[int], scheme: Scheme | None, mos
     cache = Quantizer(scheme).attach(fresh_cache(subject), [index for index, _, _ in layers_of(subject.caches)])
     tokens, generator = torch.tensor(list(prompt)), torch.Generator().manual_seed(seed)
     for at in range(0, len(tokens), CHUNK):
-        logits = forward(subject.model, tokens[at : at + CHUNK], cache)[-1].float()
+        logits = forward(subject.model, tokens[at : at + CHUNK], cache)[-1].float().cpu()
     answer: list[int] = []
     while True:
         drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator) if temperature > 0 else logits.argmax()
@@ -149,7 +149,7 @@ def generate(subject: Subject, prompt: Sequence[int], scheme: Scheme | None, mos
         answer.append(chosen)
         if len(answer) == most:
             return answer
-        logits = forward(subject.model, torch.tensor([chosen]), cache)[-1].float()
+        logits = forward(subject.model, torch.tensor([chosen]), cache)[-1].float().cpu()
 
 
 def answer_all(
