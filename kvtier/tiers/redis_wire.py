@@ -171,7 +171,7 @@ class Wire:
 
     def _connection(self, address: Address) -> Any:
         connection = self.connections.get(address)
-        if connection is None or not connection.is_connected:
+        if connection is None or connection._sock is None:
             connection = self.connections[address] = self._nodes.connect(address)
         return connection
 
