@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 import kvtier
 from kvtier import artifact, layout
 from kvtier.artifact import Artifact, PartFormat
+from kvtier.drift import Drift
 from kvtier.errors import Invalid, Unavailable
 from kvtier.fingerprint import resolve_revision
 from kvtier.identity import CHAIN, Description, HashScheme, chain_hashes, f64_hex
@@ -141,7 +142,7 @@ def store(arguments: argparse.Namespace) -> None:
     began = time.perf_counter()
     cache = prefill(setup, setup.tokens[: setup.prompt], "prefill")
     prefilled = time.perf_counter()
-    clipped = 0
+    clipped, drift = 0, Drift(scales.scales)
     with kvtier.Client(f"unix:{arguments.socket}") as client:
         namespace = client.register(setup.describe(scales))
         extents = namespace.extents()
@@ -155,6 +156,8 @@ def store(arguments: argparse.Namespace) -> None:
                     continue  # known already
                 for (layer, part), counts in write_block(slot, extents, content, scales.scales).items():
                     clipped += int(counts.clipped.sum())
+                    elements = content[layer]["kv".index(part)].numel()
+                    drift.add(layer, part, elements, int(counts.clipped.sum()), int(counts.nonfinite.sum()), counts.amax.numpy())
                     if counts.nonfinite.any():
                         raise Invalid(f"{part} of layer {layer} is not finite: nothing is stored")
                 emit("progress", what="quantize and store", done=i + 1, total=len(setup.hashes))
@@ -163,6 +166,7 @@ def store(arguments: argparse.Namespace) -> None:
             blocks=slots.sealed,
             blocks_wanted=len(setup.hashes),
             clipped=clipped,
+            amax_share=max((one.value for one in drift.metrics() if one.name.endswith("amax_share")), default=0.0),
             seconds_prefill=prefilled - began,
             seconds_quantize_and_store=time.perf_counter() - prefilled,
         )
