@@ -28,7 +28,7 @@ install=("$directory/bin/python" -m pip install -qq "${index[@]}")
 "${install[@]}" --no-deps --dry-run "$lmcache" >/dev/null 2>&1 ||
   cannot "no package index has $lmcache for this Python and processor"
 {
-  echo "installing $lmcache into $directory (once, some minutes)"
+  echo "installing $lmcache into $directory (once, some minutes); pip will say that packages which it declares are missing: they are meant to be"
   "${install[@]}" "$torch"
   "${install[@]}" --no-deps "$lmcache"
   "${install[@]}" --requirement "$here/requirements.txt" "$torch"

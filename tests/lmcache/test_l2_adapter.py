@@ -186,6 +186,16 @@ def test_a_task_that_cannot_be_done_fails_and_the_next_one_works(daemon: Daemon,
         assert made.report_status()["is_healthy"]
 
 
+def test_chunks_under_pythons_own_hash_are_not_stored(daemon: Daemon, model: Path) -> None:
+    """LMCache falls back to it where its algorithm cannot be loaded; it has 8 bytes, and differs between processes."""
+    wanted = [ObjectKey(n.to_bytes(8, "big"), MODEL, 0) for n in range(3)]
+    with adapter(daemon, model) as made:
+        assert store(made, wanted, buffers(3)) == -1
+        assert lookup(made, wanted) == [] and load(made, wanted, buffers(3)) == []
+        put(made, [1])
+        assert daemon.status()["known_blocks"] == 1
+
+
 def test_some_of_a_task_may_be_refused_and_the_rest_is_stored(daemon: Daemon, model: Path) -> None:
     """LMCache hears of a failed task; what is whole is there all the same, and counted."""
     with adapter(daemon, model) as made:

@@ -22,7 +22,7 @@ from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 
 from kvtier.connectors.lmcache import traffic
 from kvtier.connectors.lmcache.books import Books, Holds
-from kvtier.connectors.lmcache.naming import Space, Spaces, form_of
+from kvtier.connectors.lmcache.naming import MIN_HASH_BYTES, Space, Spaces, form_of
 from kvtier.connectors.lmcache.settings import KvtierL2AdapterConfig
 from kvtier.connectors.lmcache.tasks import Crew, Desk, Task
 from kvtier.connectors.lmcache.traffic import Item, Traffic
@@ -51,6 +51,7 @@ class KvtierL2Adapter(L2AdapterInterface):
         self._counting = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._strangers: set[str] = set()
+        self._short = False
         self._traffic = Traffic(config.socket, self._spaces, self._count)
         ids = count()
         self._stores: Desk[Any] = Desk(ids)
@@ -258,11 +259,14 @@ class KvtierL2Adapter(L2AdapterInterface):
             self._notify_keys_deleted([key for key, _ in gone], [nbytes for _, nbytes in gone])
 
     def _meet(self, keys: Sequence[Any]) -> None:
-        """Says once of each model that nobody has described it."""
+        """Says once of each model that nobody has described it, and once that hashes are of no use."""
         for model in {key.model_name for key in keys} - self._spaces.bases.keys() - self._strangers:
             if len(self._strangers) < 64:
                 self._strangers.add(model)
                 log.warning("kvtier: adapter_params has no namespace for the model %r: nothing of it is stored", model)
+        if not self._short and any(len(key.chunk_hash) < MIN_HASH_BYTES for key in keys):
+            self._short = True
+            log.warning("kvtier: LMCache hashes chunks by Python's own hash, which differs between processes: nothing is stored; use blake3")
 
     def _count(self, name: str, n: int) -> None:
         with self._counting:

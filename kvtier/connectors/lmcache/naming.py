@@ -22,6 +22,7 @@ from kvtier.identity import MAX_TEXT, Description, HashScheme, canonical_json, h
 from kvtier.layout import HEADER_BYTES, MAX_BLOCK_BYTES, MAX_LAYERS, Group, Layer, Layout, Part, Range, pad
 
 ALGORITHM = "LMCache object key, kvtier 1"
+MIN_HASH_BYTES = 16  # Python's own hash, which LMCache falls back to, has 8, and differs between processes
 MAX_PIECE_BYTES = MAX_BLOCK_BYTES - HEADER_BYTES
 MAX_SCALES_TEXT = 64 << 10
 MAX_FORMS = 256  # shapes that one server stores; each is a namespace of the daemon

@@ -36,8 +36,7 @@ class Desk(Generic[R]):
 
     def open(self) -> int:
         """The id of a new task."""
-        with self._lock:
-            return next(self._ids)
+        return next(self._ids)
 
     def fileno(self) -> int:
         return int(self._event.fileno())

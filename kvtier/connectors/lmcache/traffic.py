@@ -22,7 +22,7 @@ import numpy as np
 from kvtier.calls import Body, Lease
 from kvtier.client import Client
 from kvtier.connectors.lmcache.books import Hold
-from kvtier.connectors.lmcache.naming import Form, Space, Spaces, content_hash, context_of, form_of_object
+from kvtier.connectors.lmcache.naming import MIN_HASH_BYTES, Form, Space, Spaces, content_hash, context_of, form_of_object
 from kvtier.connectors.tickets import Heart, answered, label
 from kvtier.errors import Invalid, KvtierError
 from kvtier.layout import Range
@@ -116,14 +116,14 @@ class Traffic:
         self.release_spent()
         self._client.close()
 
-    def look(self) -> bool:
-        """Whether the daemon has answered and does so still; connects where need be."""
-        return self._arena_bytes() > 0
-
     @property
     def connected(self) -> bool:
-        """The same as it was known last."""
+        """Whether the daemon has answered and did so last."""
         return self.heart.healthy and self._arena > 0
+
+    def look(self) -> bool:
+        """The same, after connecting where need be."""
+        return self._arena_bytes() > 0
 
     def _arena_bytes(self) -> int:
         """The size of the daemon's arena; 0 while nobody knows."""
@@ -143,11 +143,11 @@ class Traffic:
     # -- bundles
 
     def bundles(self, keys: Sequence[Any], forms: Sequence[Form | Space | None], objects: Sequence[Any] | None = None) -> list[Bundle]:
-        """The keys by namespace and context, in order. Left out: what has no namespace, and objects that are not as large as their shapes say."""
+        """The keys by namespace and context, in order. Left out: what has no namespace or safe hash, objects of another size than their shapes."""
         found: dict[tuple[int, bytes], Bundle] = {}
         for at, (key, form) in enumerate(zip(keys, forms, strict=True)):
             space = self._spaces.find(key.model_name, form) if isinstance(form, Form) else form
-            if space is None:
+            if space is None or len(key.chunk_hash) < MIN_HASH_BYTES:
                 continue
             view = None
             if objects is not None:
@@ -275,7 +275,7 @@ class Traffic:
                 self.release(leases)
                 return [], 0, None
             if stop == pb.COLD:
-                self._fetch(space, context, hashes[held:], space.ranges)
+                self._fetch(space, context, hashes[held:])
         if not held:
             self.release(leases)
             return [], 0, stop
@@ -286,14 +286,11 @@ class Traffic:
         for lease in leases:
             lease.__exit__(None, None, None)
 
-    def _fetch(self, space: Space, context: bytes, hashes: Sequence[bytes], parts: Sequence[Range]) -> bool:
-        """Starts promoting the next cold blocks. Whether the daemon answered."""
+    def _fetch(self, space: Space, context: bytes, hashes: Sequence[bytes]) -> None:
+        """Starts promoting the next cold blocks."""
         ahead = b"".join(hashes[: max(1, FETCH_AHEAD // len(space.ranges))])
-        for part in parts:
-            answer = self._client.prefetch(space.registered, ahead, range_=part, context=context, deadline=CALL_SECONDS)
-            if not self.heart.judge(answer.reason):
-                return False
-        return True
+        for part in space.ranges:
+            self.heart.judge(self._client.prefetch(space.registered, ahead, range_=part, context=context, deadline=CALL_SECONDS).reason)
 
     # -- load
 
@@ -314,7 +311,7 @@ class Traffic:
                 self.heart.judge(reason)
             elif stop == pb.COLD:
                 pause = PAUSE if got else min(LONGEST_PAUSE, 2 * pause)
-                self._fetch(space, context, [item.hash for item in left], space.ranges)
+                self._fetch(space, context, [item.hash for item in left])
                 self.closing.wait(pause)
             elif stop == pb.CAP:
                 self.closing.wait(0.0 if got else 0.005)  # our own loads hold all we may: they end
