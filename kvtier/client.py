@@ -71,7 +71,7 @@ __all__ = [
     "Registered",
 ]
 
-AGAIN = 0.001  # seconds until a lookup asks again that was told "later", doubled each time
+AGAIN = 0.001  # seconds until a lookup asks again that was told "later", doubled each time that brings nothing new
 LANE_AGAIN = 60.0  # seconds after which a client that fell back to gRPC tries the lane again: descriptors or memory may only have been short
 
 M = TypeVar("M", bound=Message)
@@ -150,8 +150,8 @@ class Client:
                 pause = AGAIN
                 while reply.later and time.monotonic() + pause < until:
                     time.sleep(pause)
-                    pause *= 2
-                    reply = self._ask(pb.LookupReply, ns, Verb.LOOKUP, request, max(0.001, until - time.monotonic()))
+                    before, reply = reply, self._ask(pb.LookupReply, ns, Verb.LOOKUP, request, max(0.001, until - time.monotonic()))
+                    pause = AGAIN if sum(reply.known) > sum(before.known) else 2 * pause
                 if len(reply.known) != len(asked):
                     raise Unavailable(f"the daemon answers {len(reply.known)} runs of {len(asked)}")
                 for (i, _, n), found in zip(asked, reply.known, strict=True):

@@ -332,7 +332,7 @@ def test_a_read_takes_in_no_more_than_it_asked_for(tier: Redis, server: Server, 
 
 
 def test_more_threads_than_connections_share_them(server: Server, yard: Yard) -> None:
-    tier = Redis(make(server.url, {"connections": 3}))
+    tier = Redis(make(server.url, {"connections": 3, "timeout": PATIENCE}))
     try:
         yard.put(tier, range(32))
         most = []
@@ -341,6 +341,32 @@ def test_more_threads_than_connections_share_them(server: Server, yard: Yard) ->
                 most.append(tier.gauges()["connections"])
         assert max(most) <= 3
         assert tier.gauges()["read_faults_total"] == 0
+    finally:
+        tier.close()
+
+
+def test_a_call_that_finds_no_connection_free_says_nothing_about_redis(server: Server, yard: Yard) -> None:
+    tier = Redis(make(server.url, {"connections": 2, "timeout": 1.0}))
+    try:
+        yard.put(tier, range(2))
+        taken, done = threading.Barrier(3), threading.Event()
+
+        def hold() -> None:
+            with tier._calls.link.wire():
+                taken.wait(PATIENCE)
+                assert done.wait(PATIENCE)
+
+        holders = [threading.Thread(target=hold) for _ in range(2)]
+        for holder in holders:
+            holder.start()
+        taken.wait(PATIENCE)
+        with pytest.raises(Unavailable, match="in use"):
+            tier.read(yard.key(1), memory(yard.slot_bytes), yard.nbytes)
+        assert tier.gauges()["breaker"] == 0 and tier.gauges()["read_faults_total"] == 0
+        done.set()
+        for holder in holders:
+            holder.join(PATIENCE)
+        until(lambda: yard.whole(tier, [0, 1]) == [0, 1], "they are free again")
     finally:
         tier.close()
 

@@ -30,7 +30,7 @@ def server() -> Iterator[Server]:
 
 def over(server: Server, *arguments: str, options: str = "", arena: int = ARENA) -> Daemon:
     """A daemon with this Redis below it."""
-    return Daemon(arena, "--redis", f"url={server.url},timeout=0.5{options}", *arguments)
+    return Daemon(arena, "--redis", f"url={server.url}{options}", *arguments)
 
 
 def settle(client: Client, ns: Registered, numbers: range, step: int = 16, **options: bytes) -> None:

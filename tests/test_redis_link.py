@@ -174,8 +174,8 @@ def test_kvb_17e_a_redis_that_is_not_there_is_waited_for(yard: Yard) -> None:
 
 
 def test_kvb_17e_a_redis_that_hangs_costs_each_call_its_timeout_at_most(yard: Yard) -> None:
-    with Server() as server, opened(server.tcp, timeout=0.2) as tier:
-        yard.put(tier, range(4))
+    with Server() as server, opened(server.tcp, timeout=0.5) as tier:
+        until(lambda: all(works(tier, yard, n) for n in range(4)), "all are there")
         with server.stopped():
             began = time.monotonic()
             until(lambda: fault_of(tier, yard, 1) is Unavailable and tier.gauges()["breaker"] != 0, "the breaker opens")
@@ -202,7 +202,7 @@ def test_calls_through_a_proxy_that_delays_and_cuts_are_whole_or_fail(monkeypatc
     monkeypatch.setattr(breaker, "PAUSE", (0.01, 0.05))
     chance, yard = random.Random(7), Town().yard(256 * KiB)
     with Server() as server, Proxy(server.address) as proxy, opened(proxy.url, timeout=0.5) as tier:
-        assert all(yard.put(tier, range(8)))
+        until(lambda: all(works(tier, yard, n) for n in range(8)), "all are there")
         whole = 0
         for i in range(150):
             if i % 3 == 0:
@@ -223,8 +223,8 @@ def test_calls_through_a_proxy_that_delays_and_cuts_are_whole_or_fail(monkeypatc
 
 
 def test_a_proxy_that_stands_still_is_given_up(yard: Yard) -> None:
-    with Server() as server, Proxy(server.address) as proxy, opened(proxy.url, timeout=0.2) as tier:
-        yard.put(tier, [1])
+    with Server() as server, Proxy(server.address) as proxy, opened(proxy.url, timeout=0.5) as tier:
+        until(lambda: works(tier, yard, 1), "it is there")
         proxy.frozen = True
         until(lambda: fault_of(tier, yard, 1) is Unavailable and tier.gauges()["breaker"] != 0, "the breaker opens")
         proxy.frozen = False
@@ -402,7 +402,7 @@ def _serves(server: Server, slot: int) -> bool:
 
 @pytest.mark.timeout(180)
 def test_a_cluster_whose_node_is_lost_and_comes_back(yard: Yard) -> None:
-    with cluster() as servers, opened(f"redis://127.0.0.1:{servers[0].port}", cluster=True, timeout=0.5) as tier:
+    with cluster() as servers, opened(f"redis://127.0.0.1:{servers[0].port}", cluster=True) as tier:
         assert all(yard.put(tier, range(64)))
         tier.look()
         assert tier.gauges()["blocks"] == 64, "of all nodes"
@@ -411,6 +411,8 @@ def test_a_cluster_whose_node_is_lost_and_comes_back(yard: Yard) -> None:
         until(lambda: not tier._upkeep.dropping, "the drop ends")
         servers[2].kill()
         until(lambda: not works(tier, yard, 200) and tier.gauges()["degraded"] == 1, "it is noticed")
+        assert servers[2].start()
+        works_again(tier, yard)
 
 
 def test_a_server_that_is_no_cluster_is_named(yard: Yard) -> None:

@@ -26,7 +26,7 @@ from kvtier.tiers.redis_upkeep import Upkeep
 from kvtier.tiers.redis_where import Where
 from kvtier.tiers.redis_wire import Refused, ask_for, ask_to_keep
 
-ASK_AT_ONCE = 256  # unknown keys of one `find` that are asked: what lies behind is asked when these are known
+ASK_FIRST, ASK_MORE = 32, 4  # unknown keys of one `find` that are asked: so many, or so many for each that is answered. Mostly the first is a no
 PATIENCE = 5.0  # seconds that `close` waits for calls under way
 
 
@@ -52,14 +52,18 @@ class Redis:
         if not self._calls.breaker.closed:
             return [False] * len(keys)
         now, seen, asker = time.monotonic(), self._seen, self._asker
-        found, asked = [], 0
+        found, asked, answered = [], 0, 0
         for key in keys:
             known = False if asker.forgetting(key) else seen.get(key, now)
             found.append(bool(known))
-            if known is None or (known and not seen.fresh(key, now)):
-                if asked < ASK_AT_ONCE:
+            if known is None:
+                if asked < max(ASK_FIRST, ASK_MORE * answered):
                     asker.question(key, now)
-                asked += known is None
+                asked += 1
+            else:
+                answered += 1
+                if known and not seen.fresh(key, now):
+                    asker.question(key, now)
         return found
 
     def unsure(self, keys: Sequence[bytes]) -> list[bool]:

@@ -15,7 +15,7 @@ from kvtier.tiers.breaker import Breaker
 from kvtier.tiers.health import READ, SPACE, WRITE, Health
 from kvtier.tiers.redis_link import Link
 from kvtier.tiers.redis_where import Where
-from kvtier.tiers.redis_wire import Down, Refused, Wire, ask
+from kvtier.tiers.redis_wire import Busy, Down, Refused, Wire, ask
 
 PAUSE = (0.5, 4.0)  # seconds of no writing after a refusal, first and longest: a failover is over within 10 s
 LINK = "link"
@@ -58,6 +58,8 @@ class Calls:
         """One call with a connection. A fault counts under `counter`. Raises Unavailable, Lost."""
         try:
             done: T = self.link.once(work)
+        except Busy as error:  # says nothing about Redis
+            raise Unavailable(f"redis: {error}") from None
         except (Down, Invalid) as error:  # Invalid: the password's file has gone
             self.count(counter)
             self.down(str(error))

@@ -21,7 +21,7 @@ from redis.retry import Retry
 from redis.sentinel import MasterNotFoundError, Sentinel
 
 from kvtier.tiers.redis_where import Address, Where
-from kvtier.tiers.redis_wire import Down, Refused, Wire, down
+from kvtier.tiers.redis_wire import Busy, Down, Refused, Wire, down
 
 CONNECT = 1.0  # seconds
 SLOTS = 16_384
@@ -50,7 +50,7 @@ class Link:
 
     @contextmanager
     def wire(self) -> Iterator[Wire]:
-        """A wire for this thread. Raises Down if none gets free within the timeout, or after `close`."""
+        """A wire for this thread. Raises Busy if none gets free within the timeout, Down after `close`."""
         wire = self._take()
         try:
             yield wire
@@ -129,7 +129,7 @@ class Link:
         return wire
 
     def _wait_for_one(self) -> Wire:
-        """A wire that nobody uses, in the order in which threads came. Under the lock. Raises Down."""
+        """A wire that nobody uses, in the order in which threads came. Under the lock. Raises Busy, Down."""
         turn, until = object(), time.monotonic() + self.where.timeout
         self._queue.append(turn)
         try:
@@ -138,7 +138,7 @@ class Link:
                     return wire
                 left = until - time.monotonic()
                 if left <= 0:
-                    raise Down(f"all {self.where.connections} connections are in use")
+                    raise Busy(f"all {self.where.connections} connections are in use")
                 self._lock.wait(left)
                 if self._closed:
                     raise Down("closed")

@@ -50,6 +50,10 @@ class Down(Exception):
         self.settled = settled
 
 
+class Busy(Down):
+    """All connections were in use for too long: nobody was asked."""
+
+
 class Refused(Exception):
     """Redis answered with an error. `kind` is what the caller can do about it: full, readonly, denied, other."""
 
