@@ -14,6 +14,7 @@ import pytest
 
 from bench.harness import Child, Effort, interleave, percentile, ratios, turns
 from bench.report import Report
+from tests.redis_servers import needs_redis
 
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE = 100.0
@@ -49,6 +50,7 @@ QUICK = [
     *(("bench.planes", case) for case in CASES),
     ("bench.abuse", "noise"),
     ("bench.abuse", "half"),
+    pytest.param("bench.redis", None, marks=[pytest.mark.slow, needs_redis]),
 ]
 
 
