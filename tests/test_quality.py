@@ -349,8 +349,8 @@ def test_continuations_are_scored_after_the_context_alone(subject: Subject) -> N
 
 
 def test_retrieval_contexts_hide_what_they_ask_for(subject: Subject) -> None:
-    words = [subject.encode(f" {word}") for word in ("river", "stone", "market", "garden")]
-    context, queries = tasks.copies(text(600), words, 500, 4, 0)
+    words = [subject.encode(f" {word}") for word in ("river", "stone", "market", "garden", "silver", "winter")]
+    context, queries = tasks.copies(subject.encode("\n\n"), text(600), words, 500, 4, 0)
     assert len(context) == 500 and len(queries) == 4
     for cue, answer in queries:
         whole = [*cue, *answer]
@@ -360,7 +360,7 @@ def test_retrieval_contexts_hide_what_they_ask_for(subject: Subject) -> None:
     for _, answer in queries:
         assert subject.decode(answer).strip() in subject.decode(context)
     with pytest.raises(Invalid, match="too few"):
-        tasks.copies(text(600), words, 100, 4, 0)
+        tasks.copies([10], text(600), words, 100, 4, 0)
     found = tasks.retrieval(subject, "copy", [(context, queries)], [None, Scheme("s", "token-head", "token-head")])
     assert [one.scheme for one in found] == ["native", "s"] and found[0].nll.mean == pytest.approx(found[1].nll.mean, rel=0.2)
 

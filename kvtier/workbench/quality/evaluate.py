@@ -14,6 +14,7 @@ from kvtier.artifact import Artifact
 from kvtier.caches import ModelCaches
 from kvtier.errors import Invalid
 from kvtier.layout import Group, Layer, Layout, Part
+from kvtier.workbench import texts
 from kvtier.workbench.quality import calibrate, compare, standard, tasks, twin, unit
 from kvtier.workbench.quality.compare import Result
 from kvtier.workbench.quality.data import Sample
@@ -219,17 +220,12 @@ def _retrieve(
     """Copy and needles at the largest length, in filler of the first text."""
     length = max(settings.lengths)
     filler = [list(sample.tokens) for sample in evaluation(length, settings.contexts)][: settings.contexts]
-    words = [subject.encode(f" {word}") for word in _WORDS.split()]
-    copies = [tasks.copies(text, words, len(text), settings.passages, settings.seed + i) for i, text in enumerate(filler)]
+    vocabulary = sorted({word for word in texts.evaluation().split() if word.isascii() and word.isalpha() and word.islower() and 3 < len(word) < 10})
+    words, newline = [subject.encode(f" {word}") for word in vocabulary], subject.encode("\n\n")
+    copies = [tasks.copies(newline, text, words, len(text), settings.passages, settings.seed + i) for i, text in enumerate(filler)]
     hidden = [tasks.needles(subject.encode, text, len(text), settings.passages, settings.seed + i) for i, text in enumerate(filler)]
     for kind, contexts in (("copy", copies), ("needles", hidden)):
         made.retrievals += tasks.retrieval(subject, kind, contexts, [None, *schemes], lambda done, total, k=kind: tell(k, done, total))  # type: ignore[misc]
-
-
-_WORDS = (
-    "river stone market window garden silver winter letter bridge candle forest mirror planet ribbon saddle temple valley wagon yellow anchor basket "
-    "copper dragon engine feather guitar hammer island jacket kitten ladder marble needle orange pepper quartz rocket shadow ticket violin"
-)
 
 
 def _warnings(artifact: Artifact | None, schemes: Sequence[Scheme], calibration: Sequence[Sample], length: int) -> list[Advice]:

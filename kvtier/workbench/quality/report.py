@@ -49,7 +49,7 @@ def markdown(made: Evaluation, plots: Sequence[str] = ()) -> str:
             "",
             f"## {cell.model}, {cell.text}, {cell.length:,} tokens",
             "",
-            f"Native perplexity {native:.3f}; {len(cell.results[0].kl)} sequences.",
+            f"Native perplexity {native:.3f}; sequences: {len(cell.results[0].kl)}.",
             "",
         ]
         lines += [f"| scheme | perplexity | KL |{heads} top-1 equal | clipped |", "|---|---|---|" + "---|" * (len(edges) + 2)]

@@ -67,16 +67,19 @@ class Answered:
     same_tokens: float
 
 
-def copies(filler: Sequence[int], words: Sequence[Sequence[int]], length: int, passages: int, seed: int) -> tuple[list[int], list[tuple[Any, Any]]]:
-    """A context of `length` tokens with passages of shuffled words hidden in filler, and (cue, answer) of each: long-range copy."""
+def copies(
+    newline: Sequence[int], filler: Sequence[int], words: Sequence[Sequence[int]], length: int, passages: int, seed: int
+) -> tuple[list[int], list[tuple[Any, Any]]]:
+    """A context of `length` tokens with passages of shuffled words hidden in filler, and (cue, answer) of each: long-range copy. `words` are many, so
+    that hardly one stands in two passages: else the beginning of a passage does not say how it goes on."""
     chance = random.Random(seed)
     made = []
     for _ in range(passages):
-        ids: list[int] = []
+        ids: list[int] = list(newline)
         while len(ids) < PASSAGE:
-            ids += chance.choice(words)
+            ids += [token for word in chance.sample(list(words), min(PASSAGE, len(words))) for token in word]
         made.append(ids[:PASSAGE])
-    return _hide(list(filler), made, length, chance), [(ids[:CUE], ids[CUE:]) for ids in made]
+    return _hide(list(filler), [[*ids, *newline] for ids in made], length, chance), [(ids[:CUE], ids[CUE:]) for ids in made]
 
 
 def needles(
