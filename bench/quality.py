@@ -21,9 +21,10 @@ import typer
 from bench.harness import ROOT, progress
 from kvtier.errors import Invalid
 from kvtier.workbench import texts
-from kvtier.workbench.quality import calibrate, compare, standard, subject, twin
+from kvtier.workbench.quality import calibrate, compare, standard, subject, tasks, twin
 from kvtier.workbench.quality.data import Sample, digest
 from kvtier.workbench.quality.observe import Observer
+from kvtier.workbench.quality.schemes import Scheme
 
 CALIBRATION = (8, 512)  # pieces, and tokens of each: half of them from each text
 FACTOR = 512  # of the twin
@@ -75,11 +76,27 @@ def row(model: str, text: str, length: int, result: compare.Result) -> dict[str,
     return found
 
 
+def copy_back(model: subject.Subject, evaluation: dict[str, list[int]], schemes: list[Scheme], path: Path, command: str) -> None:
+    """12 passages of shuffled words hidden in 2,048 tokens of each text: how likely is each passage's end, given its beginning."""
+    listed = sorted({word for word in texts.evaluation().split() if word.isascii() and word.isalpha() and word.islower() and 3 < len(word) < 10})
+    words, newline = [model.encode(f" {word}") for word in listed], model.encode("\n\n")
+    with path.open("w", newline="") as file:
+        file.write(f"# {command}\n# {model.note}\n")
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(("text", "scheme", "answer_nll", "right_tokens"))
+        for text, ids in evaluation.items():
+            context = tasks.copies(newline, ids[20_000:23_000], words, 2048, 12, 0)
+            for found in tasks.retrieval(model, "copy", [context], [None, *schemes]):
+                writer.writerow((text, found.scheme, f"{found.nll.mean:.4f}", f"{found.correct.mean:.4f}"))
+                file.flush()
+
+
 @app.command()
 def main(
     novels_file: Annotated[Path | None, typer.Option("--novels", help="Rdata.rdb of r-cran-janeaustenr.")] = None,
     out: Annotated[Path, typer.Option("--out", help="Directory of the CSV.")] = ROOT / "bench" / "results",
     only: Annotated[str, typer.Option("--only", help="One of the texts.")] = "",
+    retrieval: Annotated[bool, typer.Option("--retrieval", help="Only copying from far back, at 2,048 tokens.")] = False,
     device: Annotated[str, typer.Option("--device", help="cpu, or another device of torch.")] = "cpu",
     threads: Annotated[int, typer.Option("--threads", min=1, help="Threads that torch may use.")] = 2,
 ) -> None:
@@ -96,8 +113,12 @@ def main(
         halves.append(model.encode(text[200_000:300_000]))
     number, length = CALIBRATION
     samples = [Sample("mix", tuple(piece)) for ids in halves for piece in pieces(ids, 0, length, number // len(halves))]
-    observers: dict[bool, Observer] = {}
     command = shlex.join(["python", "-m", "bench.quality", *sys.argv[1:]])
+    if retrieval:
+        schemes = standard.from_observer(("one", "head", "token-head", "channel-static"), calibrate.observe(model, samples))
+        copy_back(model, evaluation, schemes, out / "quality_retrieval.csv", command)
+        return
+    observers: dict[bool, Observer] = {}
     for twin_, size, sequences in CELLS:
         name = f"twin {FACTOR}" if twin_ else "natural"
         for text, ids in evaluation.items():
