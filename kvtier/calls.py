@@ -75,7 +75,10 @@ class Registered:
 
 @dataclass(frozen=True, slots=True)
 class NamespaceInfo:
-    """A namespace as the daemon lists it. Digests have 32 bytes, `description` is the same for every tenant; `nbytes` are of sealed blocks."""
+    """A namespace as the daemon lists it. Digests have 32 bytes, `description` is the same for every tenant; `nbytes` are of sealed blocks.
+
+    `ttl`: seconds after which a block that nobody puts or uses is forgotten; 0: never.
+    """
 
     namespace: bytes
     description: bytes
@@ -84,11 +87,14 @@ class NamespaceInfo:
     revision: str
     blocks: int
     nbytes: int
+    ttl: int
 
     @classmethod
     def of(cls, message: pb.NamespaceInfo) -> NamespaceInfo:
         """Out of its message."""
-        return cls(message.namespace, message.description, message.tenant, message.model, message.revision, message.blocks, message.bytes)
+        return cls(
+            message.namespace, message.description, message.tenant, message.model, message.revision, message.blocks, message.bytes, message.ttl
+        )
 
 
 class Lease(Sequence[Body]):

@@ -265,6 +265,12 @@ class Client:
         """Forgets a namespace and its blocks. Returns how many blocks those were. Needs role admin."""
         return self._ask(pb.Count, None, Verb.DROP, pb.DropRequest(name=name), deadline).n
 
+    def set_ttl(self, name: str, seconds: int, *, deadline: float = BULK) -> NamespaceInfo:
+        """Lets a namespace's blocks be forgotten once nobody has put or used them for so long; 0: never. Needs role admin."""
+        if not 0 <= seconds < 2**32:
+            raise Invalid(f"a time-to-live of {seconds} seconds: write a number of seconds, or 0 for none")
+        return NamespaceInfo.of(self._ask(pb.NamespaceInfo, None, Verb.TTL, pb.TtlRequest(name=name, seconds=seconds), deadline))
+
     def pin(self, ns: Registered, hashes: Hashes, *, range_: Range = WHOLE, context: bytes = NO_CONTEXT, deadline: float = BULK) -> Answer:
         """Keeps the leading known blocks from eviction until `unpin`, at most a tenth of the arena. Needs role admin."""
         return self._count(Verb.PIN, ns, hashes, range_, context, deadline)

@@ -52,6 +52,7 @@ class Verb(IntEnum):
     DROP = 17
     PIN = 18
     UNPIN = 19
+    TTL = 20
 
 
 class Closed(Exception):

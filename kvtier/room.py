@@ -37,6 +37,7 @@ class Counters:
     evicted_blocks: int = 0
     evicted_bytes: int = 0
     deleted_blocks: int = 0
+    expired_blocks: int = 0  # by their namespace's time-to-live
     drained_slabs: int = 0
     full: int = 0
     bad_headers: int = 0

@@ -28,6 +28,7 @@ METHODS: dict[int, str] = {
     Verb.DROP: "DropNamespace",
     Verb.PIN: "Pin",
     Verb.UNPIN: "Unpin",
+    Verb.TTL: "SetTtl",
 }
 PUT, GET = "Put", "Get"  # the two that carry bytes: on the lane these are reserve and seal, lease and release
 

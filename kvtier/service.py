@@ -18,6 +18,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from kvtier.errors import Invalid
+from kvtier.expiry import Expiry
 from kvtier.frames import Verb
 from kvtier.identity import NO_CONTEXT, derive_keys, diff
 from kvtier.meters import Meters
@@ -39,6 +40,7 @@ class Service:
     def __init__(self, store: Store, sessions: Sessions) -> None:
         self.store = store
         self.sessions = sessions
+        self.expiry = Expiry(store)  # the daemon starts it
         self.tiering: Tiering | None = None  # set by the daemon where a lower tier is configured
         self.meters = Meters()  # transports count their calls here
         self.gauges: list[Callable[[], dict[str, int]]] = []  # of transports: part of the status
@@ -132,11 +134,12 @@ class Service:
 
     def list_namespaces(self, session: Session, request: pb.ListRequest) -> pb.ListReply:
         blocks = self.store.blocks_by_namespace()
-        return pb.ListReply(namespace=[_info(ns, blocks) for ns in self.store.namespaces.all() if _visible(ns, session)])
+        return pb.ListReply(namespace=[_info(ns, blocks, self.expiry.of(ns)) for ns in self.store.namespaces.all() if _visible(ns, session)])
 
     def show_namespace(self, session: Session, request: pb.ShowRequest) -> pb.ShowReply:
         namespace = self._named(session, request.name)
-        return pb.ShowReply(info=_info(namespace, self.store.blocks_by_namespace()), description=namespace.description.canonical)
+        info = _info(namespace, self.store.blocks_by_namespace(), self.expiry.of(namespace))
+        return pb.ShowReply(info=info, description=namespace.description.canonical)
 
     def diff_namespaces(self, session: Session, request: pb.DiffRequest) -> pb.ExplainReply:
         stored, live = self._named(session, request.stored), self._named(session, request.live)
@@ -153,6 +156,13 @@ class Service:
         said = {"namespace": namespace.description_digest.hex()[:16], "tenant": namespace.tenant, "blocks": dropped}
         log.info("namespace dropped", extra={"fields": said})
         return pb.Count(n=dropped)
+
+    def set_ttl(self, session: Session, request: pb.TtlRequest) -> pb.NamespaceInfo:
+        namespace = self._named(session, request.name)
+        self.expiry.set(namespace, request.seconds)
+        told = {"namespace": namespace.description_digest.hex()[:16], "tenant": namespace.tenant, "seconds": request.seconds}
+        log.info("time-to-live set", extra={"fields": told})
+        return _info(namespace, self.store.blocks_by_namespace(), request.seconds)
 
     def pin(self, session: Session, request: pb.Keys) -> pb.Count:
         """Keeps the leading known blocks from eviction until `unpin`: leases of the daemon's own. At most a tenth of the arena."""
@@ -243,6 +253,7 @@ HANDLERS: dict[int, Handler] = {
     Verb.DROP: Handler(pb.DropRequest, ADMIN, Service.drop_namespace),
     Verb.PIN: Handler(pb.Keys, ADMIN, Service.pin),
     Verb.UNPIN: Handler(pb.Keys, ADMIN, Service.unpin),
+    Verb.TTL: Handler(pb.TtlRequest, ADMIN, Service.set_ttl),
 }
 
 
@@ -250,7 +261,7 @@ def _visible(namespace: Namespace, session: Session) -> bool:
     return session.peer.role >= ADMIN or namespace.tenant == session.peer.tenant
 
 
-def _info(namespace: Namespace, blocks: dict[int, tuple[int, int]]) -> pb.NamespaceInfo:
+def _info(namespace: Namespace, blocks: dict[int, tuple[int, int]], ttl: int) -> pb.NamespaceInfo:
     n, nbytes = blocks.get(namespace.handle, (0, 0))
     return pb.NamespaceInfo(
         namespace=namespace.digest,
@@ -260,6 +271,7 @@ def _info(namespace: Namespace, blocks: dict[int, tuple[int, int]]) -> pb.Namesp
         revision=namespace.description.revision,
         blocks=n,
         bytes=nbytes,
+        ttl=ttl,
     )
 
 

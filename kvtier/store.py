@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from kvtier import policy
 from kvtier.accounts import Account, Reservation, Tenant
+from kvtier.aging import Aging
 from kvtier.arena import Arena
 from kvtier.block import header_template, headers
 from kvtier.errors import Full, Invalid, Lost, Stale
@@ -49,6 +50,7 @@ class Store:
         self._lock = threading.Lock()
         self._tenants: dict[str, Tenant] = {}
         self.movers = Movers(arena, self._ledger, self._order, self._room, self._lock, lambda tenant: self.account(tenant, own=True))
+        self.aging = Aging(self._ledger, self._lock, self.counters, self._room.free)
         self.lower: Lower | None = None
         self.namespaces = Namespaces(self._handles_in_use, self._purge)
         self.capacity = self._slabs.usable_bytes
@@ -314,15 +316,12 @@ class Store:
 
     def _purge(self, namespace: Namespace) -> int:
         """Forgets the blocks of a namespace that is dropped already. The largest number that a tier had."""
-        return max(lower.drop(namespace) if (lower := self.lower) is not None else 0, self._drop_blocks(namespace))
-
-    def _drop_blocks(self, namespace: Namespace) -> int:
-        dropped = 0
+        below, dropped = lower.drop(namespace) if (lower := self.lower) is not None else 0, 0
         while True:
             with self._lock:
                 rows = self._ledger.rows_of_namespace(namespace.handle, _DROP_STEP)
                 if not rows:
-                    return dropped
+                    return max(below, dropped)
                 self._forget(rows)
             dropped += len(rows)
 

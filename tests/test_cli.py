@@ -183,6 +183,11 @@ def test_namespaces_are_listed_shown_and_dropped(shell: Shell, stored: dict[str,
     text = shell("show", stored["digest"][:8], "--description").stdout
     assert Description.from_json(json.loads(text)).digest.hex() == stored["digest"], "what it prints is a file that commands take"
     assert stored["digest"] in shell("show", stored["digest"][:8]).stdout
+    assert shell.json("ttl", stored["digest"], "36h")["namespace"]["ttl"] == 36 * 3600
+    assert "36h" in shell("namespaces").stdout
+    for wrong in ("", "24", "0s", "1.5h", "-1h", "1w", "999999999d"):
+        assert shell("ttl", "--", stored["digest"], wrong).exit_code == Exit.USAGE, wrong
+    assert "time-to-live off" in shell("ttl", stored["digest"], "off").stdout
     assert shell("drop", stored["digest"]).exit_code == Exit.USAGE, "without a terminal nobody can be asked"
     assert shell.json("drop", stored["digest"], "--yes")["dropped_blocks"] == N
     assert shell.json("show", stored["digest"], code=Exit.NEGATIVE)["error"] == "NotFound"
@@ -255,6 +260,7 @@ def test_exit_code_4_for_what_is_not_allowed_or_does_not_fit(tmp_path: Path) -> 
             assert done.exit_code == Exit.REFUSED and "role" in done.output, (what, done.output)
         digest = shell.json("namespaces")["namespaces"][0]["description"]
         assert shell.json("drop", digest, "--yes", code=Exit.REFUSED)["error"] == "Denied"
+        assert shell.json("ttl", digest, "24h", code=Exit.REFUSED)["error"] == "Denied"
         assert shell.json("status", "--check", code=Exit.REFUSED)["error"] == "Denied"
         running.terminate()  # `Daemon` would ask for an integrity check, which needs an admin
         running.start()

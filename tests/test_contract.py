@@ -358,7 +358,12 @@ def test_roles_and_tenants(daemon: Doors, way: str) -> None:
         answer = reader.put(seen, hashes([2]), bodies([2]))
         assert answer == 0 and "needs role write" in answer.reason
         assert reader.delete(seen, hashes([1])) == 0 and "needs role write" in reader.delete(seen, hashes([1])).reason
-        for refused in (lambda: writer.drop(ns.digest.hex()), lambda: writer.pin(ns, hashes([1])), lambda: writer.unpin(ns, hashes([1]))):
+        for refused in (
+            lambda: writer.drop(ns.digest.hex()),
+            lambda: writer.set_ttl(ns.digest.hex(), 9),
+            lambda: writer.pin(ns, hashes([1])),
+            lambda: writer.unpin(ns, hashes([1])),
+        ):
             with pytest.raises(Denied, match="needs role admin"):
                 refused()
         foreign = other.register(wanted)

@@ -632,6 +632,7 @@ def test_generated_stubs_understand_the_door(doors: Doors, tmp_path: Path) -> No
         assert stub.Explain(pb.ExplainRequest(description=wanted.canonical), **call).nearest == known.description
         assert json.loads(stub.Status(pb.StatusRequest(check_integrity=True), **call).json)["pid"] == doors.pid
         assert stub.Delete(keys, **call).n == 3
+        assert stub.SetTtl(pb.TtlRequest(name=name, seconds=60), **call).ttl == 60
         assert stub.DropNamespace(pb.DropRequest(name=name), **call).n == 0
         assert ends(lambda: stub.Lookup(lookup, **call))[0] is CODE.FAILED_PRECONDITION
 

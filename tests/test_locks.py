@@ -56,7 +56,7 @@ def methods() -> list[str]:
 
 NEEDS_NONE = {f"/{door.HEALTH}/Check"}
 NOT_THERE = {f"/{door.HEALTH}/Watch", f"/{door.HEALTH}/List"}  # a watcher would keep a thread each
-NEEDS = {"Delete": "write", "Put": "write", "DropNamespace": "admin", "Pin": "admin", "Unpin": "admin"}
+NEEDS = {"Delete": "write", "Put": "write", "DropNamespace": "admin", "Pin": "admin", "Unpin": "admin", "SetTtl": "admin"}
 
 
 def listening(pid: int) -> tuple[list[str], list[str]]:

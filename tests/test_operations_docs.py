@@ -67,6 +67,7 @@ STATUS = {
     "evicted_blocks_total": "blocks forgotten to make room",
     "evicted_bytes_total": "their bytes",
     "deleted_blocks_total": "blocks forgotten on demand",
+    "expired_blocks_total": "blocks forgotten because nobody had used them for their namespace's time-to-live",
     "drained_slabs_total": "slabs emptied for another block size",
     "full_total": "reservations refused for want of room or by a cap",
     "bad_headers_total": "blocks dropped because a writer had changed their header",
@@ -92,7 +93,8 @@ EVENTS = {
     "session in limbo": "a client's last socket closed while it may still touch slots",
     "process ended with slots": "a client's process ended; what it held is back",
     "namespace dropped": "an admin dropped one",
-    "admin call": "drop, pin or unpin over gRPC",
+    "time-to-live set": "an admin gave a namespace a time-to-live; 0 seconds: took it away",
+    "admin call": "drop, pin, unpin or ttl over gRPC",
     "unknown token refused": "at most every 10 s, with the number of calls since the last",
     "lane socket failed": "a fault of ours in one connection",
     "verb failed": "a fault of ours in one call on the lane",
@@ -112,9 +114,10 @@ EVENTS = {
     "tier recovered": "it works again",
     "settling failed": "a fault of ours while blocks were copied down",
     "promoting failed": "a fault of ours while a block was copied up",
+    "expiring failed": "a fault of ours while blocks past their time-to-live were forgotten",
 }
-DAEMON_SIDE = ("access", "bulk", "door", "guard", "lane", "movers", "namespaces", "promoter", "room", "service", "session", "settler", "store")
-DAEMON_SIDE += ("tiering", "tiers/*", "underway", "daemon/*")
+DAEMON_SIDE = ("access", "bulk", "door", "expiry", "guard", "lane", "movers", "namespaces", "promoter", "room", "service", "session", "settler")
+DAEMON_SIDE += ("store", "tiering", "tiers/*", "underway", "daemon/*")
 
 
 def table(rows: Iterable[tuple[str, ...]]) -> str:

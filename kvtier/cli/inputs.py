@@ -20,6 +20,8 @@ MAX_LIST_BYTES = 256 * 2**20  # of a file of hashes or of token ids
 MAX_SALT_BYTES = 64 * 1024
 _HEX = re.compile(r"[0-9a-f]+")
 _NUMBER = re.compile(r"\d+", re.ASCII)
+_DURATION = re.compile(r"(\d{1,9})([smhd])", re.ASCII)
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
 def description_of(name: str, client: Client, deadline: float) -> Description:
@@ -40,6 +42,21 @@ def read_description(path: Path) -> Description:
         return Description.from_json(data)
     except Invalid as error:
         raise Invalid(f"{path} is not a description: {error}") from None
+
+
+def duration(text: str) -> int:
+    """Seconds of a time such as 90s, 30m, 24h or 7d; 0 for `off`."""
+    match = _DURATION.fullmatch(text)
+    seconds = int(match[1]) * _UNITS[match[2]] if match else 0
+    if not 0 < seconds < 2**32 and text != "off":
+        raise Invalid(f"{text!r:.80} is not a time: write a number and s, m, h or d, such as 24h, or off")
+    return seconds
+
+
+def duration_text(seconds: int) -> str:
+    """The same back, in the largest unit that says it exactly."""
+    unit = next((unit for unit, n in reversed(_UNITS.items()) if seconds and not seconds % n), "")
+    return f"{seconds // _UNITS[unit]}{unit}" if unit else "off"
 
 
 def read_file(path: Path, most: int) -> bytes:

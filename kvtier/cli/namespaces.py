@@ -1,4 +1,4 @@
-"""Commands about the daemon and its namespaces: status, namespaces, show, diff, drop."""
+"""Commands about the daemon and its namespaces: status, namespaces, show, diff, drop, ttl."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 
 from kvtier.cli import output
 from kvtier.cli.app import Common, command
-from kvtier.cli.inputs import description_of, read_description
+from kvtier.cli.inputs import description_of, duration, duration_text, read_description
 from kvtier.cli.output import Exit, message, size
 from kvtier.client import Client, NamespaceInfo
 from kvtier.errors import Invalid
@@ -52,8 +52,8 @@ def namespaces(common: Common) -> Exit:
         found = client.list_namespaces(deadline=common.deadline)
 
     def show() -> None:
-        rows = [(n.description.hex()[:16], n.tenant, n.model, n.revision[:20], n.blocks, size(n.nbytes)) for n in found]
-        output.table(("description", "tenant", "model", "revision", "blocks", "size"), rows)
+        rows = [(n.description.hex()[:16], n.tenant, n.model, n.revision[:20], n.blocks, size(n.nbytes), duration_text(n.ttl)) for n in found]
+        output.table(("description", "tenant", "model", "revision", "blocks", "size", "ttl"), rows)
 
     output.result({"namespaces": [_plain(one) for one in found]}, common.json, show)
     return Exit.OK
@@ -111,6 +111,21 @@ def drop(
                 return Exit.NEGATIVE
         dropped = client.drop(info.namespace.hex(), deadline=max(common.deadline, 60.0))
     output.result({"dropped_blocks": dropped, "namespace": _plain(info)}, common.json, lambda: print(f"dropped {what}"))
+    return Exit.OK
+
+
+@command()
+def ttl(
+    common: Common,
+    name: Digest,
+    after: Annotated[str, typer.Argument(help="A time such as 90s, 30m, 24h or 7d, or `off`.")],
+) -> Exit:
+    """Let blocks of a namespace be forgotten that nobody has put or used for so long (role admin)."""
+    seconds = duration(after)
+    with common.client() as client:
+        info = client.set_ttl(name, seconds, deadline=common.deadline)
+    what = f"namespace {info.description.hex()[:16]} of tenant {info.tenant} ({info.model}): time-to-live {duration_text(info.ttl)}"
+    output.result({"namespace": _plain(info)}, common.json, lambda: print(what))
     return Exit.OK
 
 

@@ -29,7 +29,8 @@ from kvtier.session import ADMIN, WRITE, Peer, Sessions
 from kvtier.settler import Budget
 from kvtier.store import Store
 from kvtier.tiering import Tiering
-from kvtier.tiers import Tier
+from kvtier.tiers import Tier, directory
+from kvtier.tiers.disk import Disk
 from kvtier.tiers.redis_where import Where
 from kvtier.tiers.ssd import Ssd
 
@@ -114,6 +115,7 @@ class Daemon:
         self.lane = Lane(config.socket, self.service, config.peer, config.socket_mode)
         self._undo.append(self.lane.close)
         self._build_tiers()
+        self._undo.append(self.service.expiry.close)
         self._build_door()
         self.arena.populate(self._stop, limit=POPULATE_STEP)
         if config.metrics is not None:
@@ -127,6 +129,8 @@ class Daemon:
         if self.door is not None:
             self.door.start()
             self._parts["gRPC door"] = self.door
+        self.service.expiry.start()
+        self._parts["expiry"] = self.service.expiry
         self._accepting = True
         self._populator = threading.Thread(target=self._populate, name="populate", daemon=True)
         self._populator.start()
@@ -189,8 +193,12 @@ class Daemon:
         budgets: dict[str, Budget] = {}
         try:
             if (ssd := self.config.ssd) is not None:
-                tiers.append(Ssd(ssd.path, ssd.size, self.store.namespaces.register, sync=ssd.sync, min_free=ssd.free))
-                budgets[tiers[-1].name] = Budget(ssd.write, ssd.daily)
+                disk = Ssd(ssd.path, ssd.size, self.store.namespaces.register, sync=ssd.sync, min_free=ssd.free)
+                tiers.append(disk)
+                budgets[disk.name] = Budget(ssd.write, ssd.daily)
+                with directory.explained(ssd.path):
+                    ttls = directory.read_ttls(ssd.path, Disk())
+                self.service.expiry.attach(disk.aging, ttls, lambda ttls: directory.write_ttls(ssd.path, ttls, Disk()))
             if self.config.redis is not None:
                 shared = _redis(self.config.redis)
                 tiers.append(shared)

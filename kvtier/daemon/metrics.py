@@ -87,6 +87,7 @@ COUNTERS = (
     Family("kvtier_aborted_blocks", "aborted_blocks_total", "Slots given back without being sealed."),
     Family("kvtier_evicted_blocks", "", "Blocks forgotten to make room.", ("tier",)),
     Family("kvtier_evicted_bytes", "evicted_bytes_total", "Bytes of those in the arena.", ("tier",)),
+    Family("kvtier_expired_blocks", "", "Blocks forgotten because nobody had used them for their namespace's time-to-live.", ("tier",)),
     Family("kvtier_deleted_blocks", "deleted_blocks_total", "Blocks forgotten on demand."),
     Family("kvtier_drained_slabs", "drained_slabs_total", "Slabs emptied for another block size."),
     Family("kvtier_full", "full_total", "Reservations refused for want of room or by a cap."),
@@ -191,6 +192,7 @@ class Exporter(Collector):
             "kvtier_tier_lost_blocks": each("lost_blocks_total"),
             "kvtier_tier_faults": each("read_faults_total", "write_faults_total"),
             "kvtier_evicted_blocks": {(CPU,): report["evicted_blocks_total"], **each("evicted_blocks_total")},
+            "kvtier_expired_blocks": {(CPU,): report["expired_blocks_total"], **each("expired_blocks_total")},
             "kvtier_lookup_hits": {(CPU,): warm, ("lower",): max(0, report["lookup_hits_total"] - warm)},
             "kvtier_promotion_failures": {(reason,): report[f"promotion_{reason}_blocks_total"] for reason in ("lost", "failed", "refused")},
         }

@@ -2,6 +2,7 @@
 
     lock           held (flock) by the process that owns the directory; its text is that process's pid
     format.json    {"kvtier_ssd": 1, "slab_bytes": N}
+    ttl.json       {name of a namespace: seconds}: times-to-live, where there are any
     blocks         slots, in slabs of `slab_bytes`
     checkpoint.N, journal.N    the index (tiers/journal.py)
 
@@ -15,7 +16,7 @@ import errno
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,9 +25,10 @@ from kvtier.layout import SLOT_ALIGN
 from kvtier.tiers.disk import APPEND, CREATE, FRESH, READ, WRITE, Disk
 
 FORMAT = 1
-LOCK, FORMAT_FILE, DATA, QUARANTINE = "lock", "format.json", "blocks", "quarantine"
+LOCK, FORMAT_FILE, TTLS, DATA, QUARANTINE = "lock", "format.json", "ttl.json", "blocks", "quarantine"
 _NEW = {LOCK, f"{FORMAT_FILE}.tmp", "lost+found"}  # what a directory without a format may hold
 _MAX_FORMAT_BYTES = 4096
+_MAX_TTLS_BYTES = 16_384
 _RESOURCES = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
@@ -94,13 +96,42 @@ def write_format(directory: Path, slab_bytes: int, disk: Disk) -> None:
     """Makes an empty directory one of this format, durably. Raises Invalid if it holds files of others, OSError."""
     if foreign := sorted(entry.name for entry in directory.iterdir() if entry.name not in _NEW):
         raise Invalid(f"{directory} holds other files ({', '.join(foreign)[:100]}): give the SSD tier a directory of its own")
-    temporary = directory / f"{FORMAT_FILE}.tmp"
+    _replace(directory / FORMAT_FILE, json.dumps({"kvtier_ssd": FORMAT, "slab_bytes": slab_bytes}).encode(), disk)
+
+
+def read_ttls(directory: Path, disk: Disk) -> dict[str, int]:
+    """Times-to-live in seconds, by what `expiry` calls a namespace. Raises Invalid for a broken file, OSError."""
+    path = directory / TTLS
+    try:
+        fd = disk.open(path, READ)
+    except FileNotFoundError:
+        return {}
+    try:
+        raw = os.pread(fd, _MAX_TTLS_BYTES, 0)
+    finally:
+        disk.close(fd)
+    try:
+        ttls = json.loads(raw)
+    except (ValueError, RecursionError):
+        ttls = None
+    if not isinstance(ttls, dict) or not all(type(seconds) is int and seconds > 0 for seconds in ttls.values()):
+        raise Invalid(f"{path} is not readable: remove it, and set the times-to-live again")
+    return ttls
+
+
+def write_ttls(directory: Path, ttls: Mapping[str, int], disk: Disk) -> None:
+    """Writes them down, durably, in place of those before. Raises OSError with these left as they were."""
+    _replace(directory / TTLS, json.dumps(dict(ttls), separators=(",", ":")).encode(), disk)
+
+
+def _replace(path: Path, data: bytes, disk: Disk) -> None:
+    temporary = path.with_name(f"{path.name}.tmp")
     disk.unlink(temporary)
     fd = disk.open(temporary, APPEND | FRESH)
     try:
-        disk.append(fd, json.dumps({"kvtier_ssd": FORMAT, "slab_bytes": slab_bytes}).encode())
+        disk.append(fd, data)
         disk.sync(fd)
     finally:
         disk.close(fd)
-    disk.rename(temporary, directory / FORMAT_FILE)
-    disk.sync_directory(directory)
+    disk.rename(temporary, path)
+    disk.sync_directory(path.parent)

@@ -25,7 +25,7 @@ from kvtier.tiers.journal import IndexFiles, Journal, Records, Told, files_in, f
 
 MAX_LISTED = 1000  # findings kept; more are counted
 _MAX_TAIL = 64 * 2**20  # bytes of a broken end that are kept
-_OURS = (directory.LOCK, directory.FORMAT_FILE, directory.DATA)
+_OURS = (directory.LOCK, directory.FORMAT_FILE, directory.DATA, directory.TTLS, f"{directory.TTLS}.tmp")
 _FOLDERS = (directory.QUARANTINE, "lost+found")
 Advance = Callable[[int, int], None]
 

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from kvtier import block
+from kvtier.aging import Aging
 from kvtier.errors import Full, Invalid, Lost, NotFound, Unavailable
 from kvtier.layout import SLOT_ALIGN
 from kvtier.ledger import Ledger, by_namespace
@@ -189,6 +190,7 @@ class Ssd:
                 "degraded": int(self._health.degraded),
                 "direct": int(self._data.direct),
                 "evicted_blocks_total": self._counters.evicted_blocks,
+                "expired_blocks_total": self._counters.expired_blocks,
                 "checkpoints_total": self._index.checkpoints,
             }
             return books | {f"{name}_total": getattr(self.totals, name) for name in self.totals.__slots__}
@@ -240,6 +242,7 @@ class Ssd:
         self._ledger = Ledger()
         self._counters = Counters()
         self._room = SsdRoom(self._slabs, self._ledger, self._counters, self._tombstones)
+        self.aging = Aging(self._ledger, self._lock, self._counters, self._forget)
         journal = Journal(self._path, index - SMALL, self._sync, self._disk)
         stack.callback(journal.close)
         self._index = Index(journal, self._ledger, self._tombstones, self._lock, self._health)

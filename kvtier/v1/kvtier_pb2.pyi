@@ -225,7 +225,7 @@ class GetTrailer(_message.Message):
     def __init__(self, checksum: _Optional[_Iterable[int]] = ..., stop: _Optional[_Union[Stop, str]] = ...) -> None: ...
 
 class NamespaceInfo(_message.Message):
-    __slots__ = ("namespace", "description", "tenant", "model", "revision", "blocks", "bytes")
+    __slots__ = ("namespace", "description", "tenant", "model", "revision", "blocks", "bytes", "ttl")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
@@ -233,6 +233,7 @@ class NamespaceInfo(_message.Message):
     REVISION_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
+    TTL_FIELD_NUMBER: _ClassVar[int]
     namespace: bytes
     description: bytes
     tenant: str
@@ -240,7 +241,8 @@ class NamespaceInfo(_message.Message):
     revision: str
     blocks: int
     bytes: int
-    def __init__(self, namespace: _Optional[bytes] = ..., description: _Optional[bytes] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+    ttl: int
+    def __init__(self, namespace: _Optional[bytes] = ..., description: _Optional[bytes] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., revision: _Optional[str] = ..., blocks: _Optional[int] = ..., bytes: _Optional[int] = ..., ttl: _Optional[int] = ...) -> None: ...
 
 class ListRequest(_message.Message):
     __slots__ = ()
@@ -279,3 +281,11 @@ class DropRequest(_message.Message):
     NAME_FIELD_NUMBER: _ClassVar[int]
     name: str
     def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class TtlRequest(_message.Message):
+    __slots__ = ("name", "seconds")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    seconds: int
+    def __init__(self, name: _Optional[str] = ..., seconds: _Optional[int] = ...) -> None: ...

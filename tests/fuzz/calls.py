@@ -87,6 +87,8 @@ class Behind:
             return pb.DiffRequest(stored=name, live=rng.choice((name, "zz", "abcd")))
         if request is pb.StatusRequest:
             return pb.StatusRequest(check_integrity=rng.random() < 0.02)
+        if request is pb.TtlRequest:
+            return pb.TtlRequest(name=name, seconds=rng.choice((0, 1, 3600, 2**32 - 1)))
         return request(name=name) if request in (pb.ShowRequest, pb.DropRequest) else request()
 
     def check(self) -> None:
@@ -156,7 +158,7 @@ class LaneFrames(Target):
 
     name = "lane"
     weight = 20
-    words = (b"\x4b\x76\x01", *(bytes([0x4B, 0x76, 1, verb]) for verb in range(20)))
+    words = (b"\x4b\x76\x01", *(bytes([0x4B, 0x76, 1, verb]) for verb in range(21)))
 
     def __init__(self) -> None:
         self._own = tempfile.TemporaryDirectory(prefix="kvtier-fuzz-")
