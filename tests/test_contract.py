@@ -444,19 +444,19 @@ for _ in range(5):
     if child == 0:
         code = 1
         try:
-            got = client.get(ns, hashes(range(3)), deadline=10)
-            stored = client.put(ns, hashes([9]), [body(9, 4096)], deadline=10)
+            got = client.get(ns, hashes(range(3)), deadline=60)
+            stored = client.put(ns, hashes([9]), [body(9, 4096)], deadline=60)
             code = 0 if [is_body(one, n) for n, one in enumerate(got)] == [True] * 3 and stored == 1 else 2
         finally:
             os._exit(code)
     children.append(child)
-    if client.lookup(ns, hashes(range(3)), deadline=10) != 3:
+    if client.lookup(ns, hashes(range(3)), deadline=60) != 3:
         say("the parent lost its connection")
 ended = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 if busy:
     stop.set()
     [thread.join() for thread in threads]
-say([ended, client.lookup(ns, hashes([9]), deadline=10)])
+say([ended, client.lookup(ns, hashes([9]), deadline=60)])
 """
 
 
@@ -467,4 +467,4 @@ def test_a_fork_child_has_a_connection_of_its_own(daemon: Doors, way: str, busy:
     address, locks = daemon.address_of(way)
     model = f"org/contract-{next(_numbers)}"
     with Peer(_FORKS, daemon, address, locks, model, busy, env=environment) as peer:
-        assert peer.hear(60) == [[0] * 5, 1]
+        assert peer.hear(110) == [[0] * 5, 1]  # a machine with little time to spare: five children beside two busy threads

@@ -398,7 +398,8 @@ class Machine(RuleBasedStateMachine):
 
     def lease_by(self, client: Client, space: Space, c: bytes, numbers: list[int]) -> None:
         keys, id_ = space.keys(numbers, c), next(self.ids)
-        here, before = self.known(keys), {offset for get in client.gets for offset in get.offsets}
+        here = self.known(keys)
+        before = {get.offsets[i] for other in self.clients if other.tenant == client.tenant for get in other.gets for i in get.open}
         leading = next((i for i, known_ in enumerate(here) if not known_), len(here))
         session_room = self.store.session_cap - self.held(client)
         offsets, stop = client.session.lease(id_, keys)
