@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from kvtier import frames
-from kvtier.batch import PIECES
 from kvtier.errors import Invalid, NotFound
 from kvtier.frames import QUIET, Verb
 from kvtier.v1 import kvtier_pb2 as pb
@@ -147,7 +146,7 @@ def test_get_copies_into_the_callers_memory(client: Patient) -> None:
 
 def test_batches_of_many_pieces_go_in_and_out_whole(client: Patient, daemon: Daemon) -> None:
     ns = client.register(description(MiB, model="pieces"))
-    n = 3 * PIECES - 1
+    n = 3 * 8 - 1
     put(client, ns, [4, 5, 20])  # present already, in the middle of pieces
     assert client.put(ns, hashes(range(n)), [body(i, MiB) for i in range(n)]) == n
     bodies = client.get(ns, hashes(range(n + 1)))
@@ -161,11 +160,11 @@ def test_batches_of_many_pieces_go_in_and_out_whole(client: Patient, daemon: Dae
 def test_a_batch_that_fails_half_way_gives_back_what_it_held(client: Patient, daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
     """At each of its sends and answers: the connection breaks, or the caller is interrupted. Then it is done again."""
     ns = client.register(description(MiB, model="broken"))
-    n, send, answer = 2 * PIECES, Wire.send, Wire.answer
+    n, send, answer = 2 * 8, Wire.send, Wire.answer
     assert client.put(ns, hashes(range(n)), [body(i, MiB) for i in range(n)]) == n
     for read in (False, True):
         for fault in (OSError, KeyboardInterrupt):
-            for at in range(0, 2 * PIECES, 3):
+            for at in range(0, 2 * 8, 3):
                 left = iter(range(at, -1, -1))
                 first = 1000 * (at + 1) + (500 if fault is OSError else 0)
 

@@ -189,7 +189,8 @@ class Index:
                 if checkpoint and not stop:
                     self._checkpoint()
             except Full:
-                pass  # until the next checkpoint
+                if stop:  # nobody comes after: a checkpoint leaves out what was forgotten
+                    self._checkpoint()
             except OSError as error:
                 self._failed(error)
             except Exception:  # a fault of ours must not end upkeep for good
