@@ -26,18 +26,25 @@ def read(entries: Iterable[Told | bytes]) -> tuple[Records, Described]:
 
 
 def latest(records: Records) -> Records:
-    """What is left of puts and forgets: the last put of each key that was not forgotten after, and of each slot, in the order they were put."""
+    """What is left of puts and forgets: of each key the last put that was not forgotten after, unless a later put took its slot, in the order of puts.
+
+    A slot once given to another block is lost to the earlier one for good, also if the later was forgotten since and the earlier's end is not told.
+    """
     keys = keys_of(records)
-    if (records["kind"] != PUT).any() or len(set(keys)) != len(keys):
+    puts = np.flatnonzero(records["kind"] == PUT)
+    order = puts[np.argsort(records["page"][puts], kind="stable")]
+    pages = records["page"][order]
+    final = np.append(pages[1:] != pages[:-1], True)[: len(pages)]  # of two on one slot the later has written over the earlier
+    if len(puts) < len(records) or len(set(keys)) != len(keys):
         last: dict[bytes, int] = {}
         for i, (key, kind) in enumerate(zip(keys, records["kind"].tolist(), strict=True)):
             last.pop(key, None)
             if kind == PUT:
                 last[key] = i
-        records = records[np.fromiter(last.values(), np.int64, len(last))]
-    order = np.argsort(records["page"], kind="stable")
-    pages = records["page"][order]
-    final = np.append(pages[1:] != pages[:-1], True)[: len(pages)]  # of two on one slot the later has written over the earlier
+        alive = np.zeros(len(records), np.bool_)
+        alive[order[final]] = True
+        mine = np.fromiter(last.values(), np.int64, len(last))
+        return records[mine[alive[mine]]]
     return records if final.all() else records[np.sort(order[final])]
 
 
