@@ -26,7 +26,7 @@ def read(entries: Iterable[Told | bytes]) -> tuple[Records, Described]:
 
 
 def latest(records: Records) -> Records:
-    """What is left of puts and forgets: of each key the last put that was not forgotten after, unless a later put took its slot, in the order of puts.
+    """What is left of puts and forgets, in the order of puts: of each key the last that was not forgotten after, unless a later put took its slot.
 
     A slot once given to another block is lost to the earlier one for good, also if the later was forgotten since and the earlier's end is not told.
     """
