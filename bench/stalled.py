@@ -13,8 +13,10 @@ from kvtier.tiers.ssd import Ssd
 def main() -> None:
     """Runs it."""
 
-    def build(*arguments: Any, **options: Any) -> FaultyTier:
-        tier = FaultyTier(Ssd(*arguments, **options), 0, Rates())
+    def build(*arguments: Any, **options: Any) -> Any:
+        ssd = Ssd(*arguments, **options)
+        tier: Any = FaultyTier(ssd, 0, Rates())
+        tier.aging = ssd.aging  # what the daemon asks of an SSD tier beyond the protocol
         signal.signal(signal.SIGUSR1, lambda *_: tier.stall())
         signal.signal(signal.SIGUSR2, lambda *_: tier.resume())
         return tier
