@@ -61,7 +61,7 @@ def test_a_namespace_of_scale_one_is_a_note() -> None:
 
     with Daemon(16 * MiB) as daemon, Client(daemon.address) as client:
         for model, value in (("org/calibrated", 0.5), ("org/one", 1.0)):
-            client.lookup(client.register(quantized(model, value)), [bytes(32)])
+            client.lookup(client.register(quantized(model, value)), [bytes(32)], deadline=30)
         _, found = run(address=daemon.address)
     assert found["uncalibrated"].state == NOTE and found["uncalibrated"].found.endswith(" of org/one")
     assert "kvtier calibrate" in found["uncalibrated"].advice
