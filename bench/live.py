@@ -22,6 +22,7 @@ from google.protobuf.message import Message
 
 from bench.empty import Frames, Options
 from bench.harness import Child, KiB, now, progress
+from kvtier.calls import Registered
 from kvtier.client import Client
 from kvtier.daemon.config import MIN_ARENA
 from kvtier.frames import HEADER, MAX_BODY, Verb, pack, receive
@@ -240,6 +241,21 @@ def measure_calls(live: Live) -> Calls:
         writing = measure(Verb.RESERVE, keys), measure(Verb.SEAL, pb.Held(id=keys.id))
         keys = raw.keys(hashes)
         return Calls(*writing, measure(Verb.LEASE, keys), measure(Verb.RELEASE, pb.Held(id=keys.id)))
+
+
+def leases(client: Client, ns: Registered, hashes: bytes, seconds: int, what: str) -> list[float]:
+    """Seconds of each lease of all these blocks, made one after the other for so long. Every block must be in memory."""
+    calls: list[float] = []
+    with progress(what, seconds) as tick:
+        for _ in range(seconds):
+            end = now() + 1.0
+            while (start := now()) < end:
+                with client.lease(ns, hashes, deadline=DEADLINE) as blocks:
+                    views = list(blocks)
+                assert len(views) == len(hashes) // ns.hash_bytes, blocks.reason
+                calls.append(now() - start)
+            tick()
+    return calls
 
 
 class Peer(Child):

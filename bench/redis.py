@@ -24,8 +24,8 @@ from typing import Annotated
 import redis
 import typer
 
-from bench.harness import Child, Effort, KiB, MiB, Phase, end_cleanly, interleave, now, percentile, progress, ratios
-from bench.live import HASH, description
+from bench.harness import Child, Effort, KiB, MiB, Phase, end_cleanly, interleave, now, percentile, ratios
+from bench.live import HASH, description, leases
 from bench.report import Report
 from bench.tiers import Blocks
 from kvtier.block import digest
@@ -181,17 +181,7 @@ def stalled(report: Report, quick: bool, how: str) -> None:
                 time.sleep(0.01)
 
         def measure() -> list[float]:
-            calls: list[float] = []
-            with progress(f"leases, {how}", int(seconds)) as tick:
-                for _ in range(int(seconds)):
-                    end = now() + 1.0
-                    while (begin := now()) < end:
-                        with client.lease(ns, hashes, deadline=5.0) as leased:
-                            views = list(leased)
-                        assert len(views) == LEASED, leased.reason
-                        calls.append(now() - begin)
-                    tick()
-            return calls
+            return leases(client, ns, hashes, int(seconds), f"leases, {how}")
 
         with client.fill(ns, hashes, deadline=5.0):
             pass

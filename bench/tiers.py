@@ -22,8 +22,8 @@ import numpy as np
 import typer
 import xxhash
 
-from bench.harness import Child, Effort, KiB, MiB, Phase, end_cleanly, interleave, now, percentile, progress, ratios
-from bench.live import BATCH, HASH, description, slot_bytes
+from bench.harness import Child, Effort, KiB, MiB, Phase, end_cleanly, interleave, now, percentile, ratios
+from bench.live import BATCH, HASH, description, leases, slot_bytes
 from bench.pools import POPULATE_WRITE, memfd, populate
 from bench.report import Report
 from kvtier.block import digest, header_template, headers
@@ -190,17 +190,7 @@ def stalled(report: Report, quick: bool, where: Path) -> None:
                 time.sleep(0.01)
 
         def measure() -> list[float]:
-            calls: list[float] = []
-            with progress("leases", int(seconds)) as tick:
-                for _ in range(int(seconds)):
-                    end = now() + 1.0
-                    while (start := now()) < end:
-                        with client.lease(ns, hashes, deadline=5.0) as blocks:
-                            views = list(blocks)
-                        assert len(views) == BATCH, blocks.reason
-                        calls.append(now() - start)
-                    tick()
-            return calls
+            return leases(client, ns, hashes, int(seconds), "leases")
 
         with client.fill(ns, hashes, deadline=5.0):
             pass

@@ -6,10 +6,17 @@ aloud, and `make test-torch` runs them where it is.
 
 from __future__ import annotations
 
+import gc
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from tests.daemon import Daemon, Patient
 
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:  # tests import bench and each other's helpers from the root
@@ -17,3 +24,27 @@ if str(ROOT) not in sys.path:  # tests import bench and each other's helpers fro
 
 settings.register_profile("kvtier", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("kvtier")
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Daemon]:
+    """A daemon for the tests of a module."""
+    from tests.daemon import Daemon  # here: tests of the kernels run where the daemon's libraries are not
+
+    with Daemon() as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def daemon(running: Daemon) -> Iterator[Daemon]:
+    """The one that the module's tests share, empty before each."""
+    yield running
+    gc.collect()
+    running.empty()
+
+
+@pytest.fixture
+def client(daemon: Daemon) -> Iterator[Patient]:
+    """A client that waits as long as a busy machine needs."""
+    with daemon.client() as made:
+        yield made

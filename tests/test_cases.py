@@ -6,13 +6,11 @@ What needs no process is elsewhere: the same cases at the store in `test_store_c
 
 from __future__ import annotations
 
-import gc
 import os
 import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -30,19 +28,6 @@ from kvtier.views import part_view
 from tests.daemon import Daemon, MiB, Peer, Raw, content_hash, description, hashes, is_body, put, until
 
 FIX = attention(1, 2, 8, engine_tokens=16, dtype="u8")  # the fixture of the cases: 512 bytes
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[Daemon]:
-    with Daemon() as daemon:
-        yield daemon
-
-
-@pytest.fixture
-def daemon(running: Daemon) -> Iterator[Daemon]:
-    yield running
-    gc.collect()
-    running.empty()
 
 
 def pattern(n: int, nbytes: int = 512) -> np.ndarray[Any, np.dtype[np.uint8]]:

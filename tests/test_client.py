@@ -33,19 +33,6 @@ def running() -> Iterator[Daemon]:
         yield daemon
 
 
-@pytest.fixture
-def daemon(running: Daemon) -> Iterator[Daemon]:
-    yield running
-    gc.collect()
-    running.empty()
-
-
-@pytest.fixture
-def client(daemon: Daemon) -> Iterator[Patient]:
-    with daemon.client() as made:
-        yield made
-
-
 def slot_bytes(nbytes: int) -> int:
     return description(nbytes).layout.extents().slot_bytes
 

@@ -5,28 +5,12 @@ The forking happens in processes of the tests' own (`Peer`), which say what they
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
-from collections.abc import Iterator
 
 import pytest
 
 from tests.daemon import PATIENCE, Daemon, Peer, until
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[Daemon]:
-    with Daemon() as daemon:
-        yield daemon
-
-
-@pytest.fixture
-def daemon(running: Daemon) -> Iterator[Daemon]:
-    yield running
-    gc.collect()
-    running.empty()
-
 
 FORK = """
 client = Patient(ADDRESS)

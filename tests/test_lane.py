@@ -6,7 +6,6 @@ or says that it is done. A client meets the daemon's death, restart or silence w
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 import socket
@@ -30,20 +29,6 @@ from tests.daemon import PATIENCE, Daemon, MiB, Patient, Peer, Raw, body, descri
 
 NBYTES = 60_000
 TENFOLD = 10.0  # a deadline is met if the answer comes within ten times it
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[Daemon]:
-    with Daemon() as daemon:
-        yield daemon
-
-
-@pytest.fixture
-def daemon(running: Daemon) -> Iterator[Daemon]:
-    """One that the tests share, empty before each."""
-    yield running
-    gc.collect()
-    running.empty()
 
 
 @pytest.fixture

@@ -6,10 +6,8 @@ gives back; and what is counted as stored is stored.
 
 from __future__ import annotations
 
-import gc
 import socket
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,26 +21,6 @@ from kvtier.wire import MAX_POSTED, Wire
 from tests.daemon import Daemon, MiB, Patient, Raw, body, description, hashes, is_body, put, until
 
 NBYTES = 60_000
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[Daemon]:
-    with Daemon() as daemon:
-        yield daemon
-
-
-@pytest.fixture
-def daemon(running: Daemon) -> Iterator[Daemon]:
-    """One that the tests share, empty before each."""
-    yield running
-    gc.collect()
-    running.empty()
-
-
-@pytest.fixture
-def client(daemon: Daemon) -> Iterator[Patient]:
-    with daemon.client() as client:
-        yield client
 
 
 def space() -> Any:
