@@ -138,6 +138,12 @@ class Mover:
             if job.load.sync and not job.over.wait(max(0.0, job.deadline - time.monotonic())):
                 self._end(job, "deadline")
 
+    def wait(self, seconds: float) -> None:
+        """Until a load is over, at most so long; not at all where none is under way."""
+        with self._wake:
+            if self._jobs and not self._over:
+                self._wake.wait(seconds)
+
     def cancel(self, id_: int) -> None:
         """Nobody needs this load any more. It is reported as over all the same."""
         if id_ in self._jobs:
@@ -166,6 +172,7 @@ class Mover:
             job.closed, job.reason = True, reason
         with self._wake:
             self._over.append(job)
+            self._wake.notify_all()
         job.over.set()
 
     def _run_loads(self) -> None:

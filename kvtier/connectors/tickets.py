@@ -18,7 +18,7 @@ from kvtier.calls import STOPS
 from kvtier.client import Client, Lease, Registered
 from kvtier.layout import Range
 
-ASK_LATER = 0.0015  # seconds that a question may hold up the scheduler
+ASK_LATER = 0.001  # seconds that a question may hold up the scheduler
 MISS_AFTER = 1.0  # seconds after which a question counts as a miss
 BEAT = 0.5  # seconds between beats
 MISSED = 0.5  # seconds after which a beat has got no answer

@@ -18,6 +18,7 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from kvtier.calls import STOPS
 from kvtier.client import Client
 from kvtier.connectors.tickets import Heart, label
+from kvtier.connectors.vllm import worker
 from kvtier.views import scale_view
 from tests.daemon import PATIENCE, Daemon, MiB, until
 from tests.vllm.patience import PRODUCTION, be_patient
@@ -401,6 +402,26 @@ def test_a_request_tries_a_doomed_load_once(config: Any, store: Daemon) -> None:
         stub.run("later")
         stub.check("later")
         assert stub.stats["hit_tokens"] == 64 + 128
+
+
+def test_a_step_that_computes_nothing_waits_for_its_loads(config: Any, store: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the engine asks again without a pause, and takes the interpreter's lock from the threads that load."""
+    monkeypatch.setattr(worker, "IDLE_SECONDS", PATIENCE)
+    shim, tokens = Shim(), tokens_of(13)
+    with Stub(config, store.socket, [[full()]], connect=shim, load="async") as stub:
+        stub.add("first", tokens)
+        stub.run("first")
+        stub.settle()
+        stub.forget()
+        shim.clients[1].break_load = lambda entry: time.sleep(0.05)
+        mover, steps = stub.workers[0].connector.worker.mover, 0
+        stub.add("second", tokens)
+        while not stub.requests["second"].is_finished():
+            steps += bool(mover._jobs)
+            stub.step()
+        stub.check()
+        assert stub.stats["hit_tokens"] == 96
+        assert steps <= 3, "0.3 s of a load took so many steps"
 
 
 # Saves (KVB-21)

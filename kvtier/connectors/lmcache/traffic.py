@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,6 +23,7 @@ from kvtier.client import Client
 from kvtier.connectors.lmcache.books import Hold
 from kvtier.connectors.lmcache.naming import MIN_HASH_BYTES, Form, Space, Spaces, content_hash, context_of, form_of_object
 from kvtier.connectors.tickets import Heart, answered, label
+from kvtier.copier import copy
 from kvtier.errors import Invalid, KvtierError
 from kvtier.layout import Range
 from kvtier.v1 import kvtier_pb2 as pb
@@ -37,9 +37,6 @@ HELD_SHARE = 8  # lookups hold at most this part of the arena
 BATCH_SHARE = 16  # ... and one call reserves or leases at most this part
 FETCH_AHEAD = 64  # cold blocks on their way at once
 PAUSE, LONGEST_PAUSE = 0.001, 0.05  # seconds until a load looks again whether cold blocks have come
-SHARE_BYTES = 512 << 10  # copies of more are shared with a helper
-STRIDE = 1 << 20  # bytes that are copied in one go
-HELPERS = 1
 MAX_LINES = 5  # of what differs from the nearest namespace
 log = logging.getLogger(__name__)
 
@@ -61,45 +58,12 @@ class Item:
 Bundle = tuple[Space, bytes, list[Item]]  # items of one namespace and request context
 
 
-class Copier:
-    """Copies between arrays, with a helper thread for large ones. numpy copies without the interpreter's lock."""
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(HELPERS, thread_name_prefix="kvtier-copy")
-
-    def copy(self, pairs: Iterable[tuple[Body, Body]]) -> None:
-        """Copies each (to, from), all of them or none is left running."""
-        todo = deque((to[at : at + STRIDE], source[at : at + STRIDE]) for to, source in pairs for at in range(0, source.size, STRIDE))
-
-        def work() -> None:
-            while todo:
-                try:
-                    to, source = todo.popleft()
-                except IndexError:  # the other was quicker
-                    return
-                np.copyto(to, source)
-
-        total = sum(source.size for _, source in todo)
-        helpers: list[Future[None]] = [self._pool.submit(work) for _ in range(HELPERS if total > SHARE_BYTES and len(todo) > 1 else 0)]
-        try:
-            work()
-        finally:
-            todo.clear()
-            for helper in helpers:
-                if not helper.cancel():
-                    helper.result()  # at most one stride away
-
-    def close(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
-
-
 class Traffic:
     """A session with the daemon at `socket`."""
 
     def __init__(self, socket: str, spaces: Spaces, count: Callable[[str, int], None]) -> None:
         self._client = Client(f"unix:{socket}")
         self._spaces, self._count = spaces, count
-        self._copier = Copier()
         self._spent: deque[Lease] = deque()  # of loads, copied out of and not released yet
         self._arena = 0  # bytes; 0: not known
         self.closing = threading.Event()
@@ -112,7 +76,6 @@ class Traffic:
         """Ends the session; what it held is the daemon's again."""
         self.closing.set()
         self.heart.stop()
-        self._copier.close()
         self.release_spent()
         self._client.close()
 
@@ -217,7 +180,7 @@ class Traffic:
                     self.heart.judge(slots.reason)
                     return 0, slots.reason
                 pairs = [(slot, item.view[low:high]) for slot, item in zip(slots, items, strict=False) if slot is not None and item.view is not None]
-                self._copier.copy(pairs)
+                copy(pairs)
                 for slot, _ in pairs:
                     slot[high - low :] = 0
             if slots.sealed < got:
@@ -334,7 +297,7 @@ class Traffic:
             blocks = self._client.lease(space.registered, hashes, range_=part, context=context, deadline=CALL_SECONDS).__enter__()
             try:
                 pairs = zip(items, blocks, strict=False)
-                self._copier.copy((item.view[low:high], body[: high - low]) for item, body in pairs if item.view is not None)
+                copy((item.view[low:high], body[: high - low]) for item, body in pairs if item.view is not None)
                 if len(blocks) < got:
                     got, stop, reason = len(blocks), blocks.stop, blocks.reason
             finally:
@@ -354,7 +317,7 @@ class Traffic:
 
     def copy_held(self, space: Space, items: Sequence[Item], places: Sequence[tuple[Hold, int] | None]) -> None:
         """Copies items out of what a lookup holds, without a word to the daemon."""
-        self._copier.copy(
+        copy(
             (item.view[low:high], place[0].leases[piece][place[1]][: high - low])
             for item, place in zip(items, places, strict=True)
             if item.view is not None and place is not None

@@ -14,7 +14,7 @@ from kvtier.layout import Range
 @dataclass
 class Plan(KVConnectorMetadata):
     """One step. `fence`: engine blocks that this step hands to a new owner. `description`: canonical bytes of the namespace, and `ranges`, what
-    each rank holds of it: once, in the first plan that has them."""
+    each rank holds of it: once, in the first plan that has them. `idle`: this step computes nothing."""
 
     description: bytes = b""
     ranges: dict[RankId, list[Range | None]] = field(default_factory=dict)
@@ -22,6 +22,7 @@ class Plan(KVConnectorMetadata):
     loads: list[Load] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
+    idle: bool = False
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The scheduler's half: what to promise, what to load, what to save. One rule: nothing here waits for the daemon but `Lookup.ask`, for 1.5 ms.
+"""The scheduler's half: what to promise, what to load, what to save. One rule: nothing here waits for the daemon but `Lookup.ask`, for 1 ms.
 
 Per request it keeps a question (and what is held for it), one load at a time, and how far saving has been planned. A promise is made for blocks
 that are held; a load that fails is remembered for the request's life and not tried again. Saves are planned when the step that fills a block is
@@ -239,6 +239,7 @@ class SchedulerHalf:
         (plan.description, plan.ranges), self._opening = self._opening, (b"", {})
         plan.loads, self._planned = self._planned, []
         plan.cancelled, self._cancelled = self._cancelled, []
+        plan.idle = not output.total_num_scheduled_tokens
         plan.fence = self._handed_out(output)
         for load in plan.loads:
             for run in load.runs:

@@ -22,6 +22,9 @@ from kvtier.connectors.vllm.stats import KvtierStats
 from kvtier.errors import KvtierError
 from kvtier.identity import parse_description
 
+# A step that computes nothing may wait so long for a load. The engine has nothing else to do but to ask again at once, without a pause, and what
+# it asks takes the interpreter's lock from the threads that load: each of their copies then waited up to 5 ms to get it back.
+IDLE_SECONDS = 0.002
 log = logging.getLogger(__name__)
 
 
@@ -37,6 +40,7 @@ class WorkerHalf:
         self.mover: Mover | None = None
         self._refused: list[Load] = []
         self._bad: set[int] = set()
+        self._idle = False  # the step under way computes nothing
         self._lock = threading.Lock()  # around what threads count and report
         self._report = Report()
         self._stats = KvtierStats()
@@ -76,6 +80,7 @@ class WorkerHalf:
         if self.mover is None:
             self._refused += plan.loads
             return
+        self._idle = plan.idle
         self.mover.load(plan.loads)
         for id_ in plan.cancelled:
             self.mover.cancel(id_)
@@ -95,6 +100,8 @@ class WorkerHalf:
         over = [(load, 0, True) for load in self._refused]
         self._refused = []
         if self.mover is not None:
+            if self._idle:
+                self.mover.wait(IDLE_SECONDS)
             over += [(job.load, job.good, bool(job.reason)) for job in self.mover.finished()]
         done, failed = set(), set()
         for load, good, bad in over:
