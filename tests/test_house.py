@@ -56,7 +56,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kvtier/torch_views.py": EVERYWHERE | {"torch"},
     "kvtier/connectors/lmcache/": EVERYWHERE | {"lmcache"},
     "kvtier/connectors/pages.py": EVERYWHERE | {"torch"},
-    "kvtier/connectors/vllm/": EVERYWHERE | {"prometheus_client", "torch", "vllm"},
+    "kvtier/connectors/quantizing.py": EVERYWHERE | {"kvtier_kernels", "torch"},
+    "kvtier/connectors/quantizing_gpu.py": EVERYWHERE | {"kvtier_kernels", "torch"},
+    "kvtier/connectors/vllm/": EVERYWHERE | {"kvtier_kernels", "prometheus_client", "torch", "vllm"},
+    "kvtier/connectors/vllm_dual/": EVERYWHERE | {"kvtier_kernels", "torch", "vllm"},
+    "kvtier/connectors/vllm_tier/tier.py": EVERYWHERE | {"vllm"},
     "kvtier/workbench/": EVERYWHERE | {"gguf", "kvtier_kernels", "rich", "safetensors", "tokenizers", "torch", "transformers", "typer"},
     "kernels/kvtier_kernels/": EVERYWHERE | {"kvtier_kernels", "torch", "triton"},
     "kernels/tools/": EVERYWHERE | {"kvtier_kernels", "torch", "triton"},
@@ -161,7 +165,13 @@ def test_imports_stay_within_what_a_place_may_use(path: Path) -> None:
 def test_the_core_runs_without_torch() -> None:
     """Imports every module of the core and of the daemon in a fresh interpreter where torch and its like cannot be imported."""
     skipped = ("kvtier/workbench/", "kvtier/torch_views.py", "kvtier/connectors/pages.py", "kvtier/connectors/vllm/", "kvtier/daemon/__main__.py")
-    skipped += ("kvtier/connectors/lmcache/",)
+    skipped += (
+        "kvtier/connectors/lmcache/",
+        "kvtier/connectors/quantizing.py",
+        "kvtier/connectors/quantizing_gpu.py",
+        "kvtier/connectors/vllm_dual/",
+    )
+    skipped += ("kvtier/connectors/vllm_tier/tier.py",)
     files = [path for path in sources("kvtier") if not name_of(path).startswith(skipped)]
     redis = {f"kvtier/tiers/redis{name}.py" for name in ("", "_asker", "_calls", "_link", "_upkeep", "_wire")}  # loaded where that tier is configured
     files = [path for path in files if name_of(path) not in redis]

@@ -1,6 +1,7 @@
 """Quantize blocks as they leave: gather pages, scale, round to e4m3fn, count, and write the block's bytes, in one pass over the KV.
 
     amax  = max |x| of the finite x under one scale           scale = min(max(amax * f32(1/448), 2^-64), 2^119), or given
+            (with `powers` rounded up to a power of two)
     code  = e4m3fn(clamp(x * (1 / scale), -448, 448))         one true division a scale, one multiplication an element
     counts per block, layer, part and head: finite x with |x / scale| > 464 (clipped), NaN and Inf (nonfinite), amax over the finite x
 
@@ -73,15 +74,18 @@ def _widen(amax, x, KIND: tl.constexpr):
 
 
 @triton.jit
-def _scale(amax, SMALL: tl.constexpr):
+def _scale(amax, SMALL: tl.constexpr, POWERS: tl.constexpr):
     scale = tl.minimum(tl.maximum(amax * _RECIPROCAL, _MIN_SCALE), _MAX_SCALE)
+    if POWERS:
+        scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
     return scale.to(tl.bfloat16).to(tl.float32) if SMALL else scale
 
 
 @triton.jit
 def _block_inverse(
     x, source, page_of, first, e, rows, scales, given, d,
-    KIND: tl.constexpr, SMALL: tl.constexpr, TOKENS: tl.constexpr, PAGE: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr,
+    KIND: tl.constexpr, SMALL: tl.constexpr, POWERS: tl.constexpr, TOKENS: tl.constexpr, PAGE: tl.constexpr, WIDTH: tl.constexpr,
+    WIDE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """1 / scale of what is scaled by the whole engine block, 1 else; stores the scale. `x` is the block's first tile, the others are read here."""
     inverse = 1.0
@@ -94,7 +98,7 @@ def _block_inverse(
         amax = _widen(amax, x, KIND)
         for at in range(TILE, TOKENS, TILE):
             amax = _widen(amax, _load(source, page_of, first, at, rows, d, TOKENS, WIDTH, PAGE, TILE), KIND)
-        scale = _scale(amax, SMALL)
+        scale = _scale(amax, SMALL, POWERS)
         inverse = tl.div_rn(1.0, scale)
         if KIND == 2:
             tl.store(scales + e, scale.to(scales.dtype.element_ty))
@@ -104,10 +108,10 @@ def _block_inverse(
 
 
 @triton.jit
-def _scaled(wide, most, inverse, scales, live, KIND: tl.constexpr, SMALL: tl.constexpr):
+def _scaled(wide, most, inverse, scales, live, KIND: tl.constexpr, SMALL: tl.constexpr, POWERS: tl.constexpr):
     """x times 1 / scale of a tile. Scales of tokens are made of `most`, the largest of each row, and stored here."""
     if KIND == 3:
-        scale = _scale(most, SMALL)
+        scale = _scale(most, SMALL, POWERS)
         tl.store(scales, scale.to(scales.dtype.element_ty), mask=live)
         return wide * tl.div_rn(1.0, scale)[:, None]
     if KIND == 4:
@@ -119,8 +123,8 @@ def _scaled(wide, most, inverse, scales, live, KIND: tl.constexpr, SMALL: tl.con
 def _quantize(
     side, bodies, body_scales, body_bytes, statics, clipped, nonfinite, amaxes, pages, flags, table, pitch, scale_pitch, byte_pitch,
     head_stride, scale_head_stride, byte_head_stride,
-    KIND: tl.constexpr, SMALL: tl.constexpr, BITS: tl.constexpr, FLAGGED: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr,
-    PAGE: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, HEADS: tl.constexpr, INDICES: tl.constexpr,
+    KIND: tl.constexpr, SMALL: tl.constexpr, POWERS: tl.constexpr, BITS: tl.constexpr, FLAGGED: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCKS: tl.constexpr, PAGE: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, HEADS: tl.constexpr, INDICES: tl.constexpr,
 ):  # fmt: skip
     """One engine block of one head and part. The three body pointers are one memory as codes (or native elements), scales and bytes."""
     one, row, head = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -138,7 +142,9 @@ def _quantize(
     index = tl.load(entry + _INDEX)
     x = _load(source, page_of, first, 0, side.native, d, TOKENS, WIDTH, PAGE, TILE)
     given = statics + index * HEADS + head
-    inverse = _block_inverse(x, source, page_of, first, e, side.native, scales, given, d, KIND, SMALL, TOKENS, PAGE, WIDTH, WIDE, TILE)
+    inverse = _block_inverse(
+        x, source, page_of, first, e, side.native, scales, given, d, KIND, SMALL, POWERS, TOKENS, PAGE, WIDTH, WIDE, TILE
+    )  # fmt: skip
     clips = tl.zeros([TILE], tl.int32)
     odd = tl.zeros([TILE], tl.int32)
     tops = tl.zeros([TILE], tl.float32)
@@ -156,7 +162,7 @@ def _quantize(
         if KIND == 0:
             tl.store(target, x, mask=inside)
         else:
-            y = _scaled(wide, most, inverse, scales + first + t, t < TOKENS, KIND, SMALL)
+            y = _scaled(wide, most, inverse, scales + first + t, t < TOKENS, KIND, SMALL, POWERS)
             clips += tl.sum(((tl.abs(y) > _CLIP) & finite).to(tl.int32), axis=1)
             tl.store(target, encode(y, wide, BITS), mask=inside)
     count = (one * INDICES + index) * HEADS + head
@@ -166,12 +172,13 @@ def _quantize(
     zero_padding(body_bytes + block * byte_pitch + head * byte_head_stride, entry, e == 0, _PAD_AT, _PAD_BYTES)
 
 
-def quantize(plan: Plan, pages: torch.Tensor, bodies: torch.Tensor, statics: torch.Tensor | None = None) -> Seen:
+def quantize(plan: Plan, pages: torch.Tensor, bodies: torch.Tensor, statics: torch.Tensor | None = None, *, powers: bool = False) -> Seen:
     """Writes the bodies of blocks from the engine's pages: one launch per sort of parts, for all layers, heads and blocks.
 
     pages     int32 or int64 [blocks, pages of a block]: each block's pages in the order of its tokens; every id must be valid
     bodies    uint8 [blocks, >= body_bytes], on multiples of 16 bytes; everything but what lies behind body_bytes is overwritten
     statics   f32 [layers, 2, heads]: the scales of parts of granularity "tensor" or "head" (other entries are not read), else None
+    powers    scales that come from the block are powers of two
 
     A page whose flag says FP8 is copied as it is, codes and scales, and never quantized again; the pages of one engine block agree in their flag.
     Static scales are not checked here: they must be within the codec's bounds, as `reference` and the artifact check. Raises Invalid for shapes.
@@ -190,7 +197,7 @@ def quantize(plan: Plan, pages: torch.Tensor, bodies: torch.Tensor, statics: tor
         if sort.first.native is None:
             raise Invalid("an FP8 cache has nothing to quantize: gather it")
         if blocks:
-            _launch(plan, sort, pages, bodies, statics, seen, blocks)
+            _launch(plan, sort, pages, bodies, statics, seen, blocks, powers)
     if plan.flags is not None and blocks:
         gather(plan, pages, bodies, nonfinite=seen.nonfinite)
     if plan.engine_blocks == 1:
@@ -199,7 +206,9 @@ def quantize(plan: Plan, pages: torch.Tensor, bodies: torch.Tensor, statics: tor
     return Seen(apart[0].sum(1, dtype=torch.int32), apart[1].sum(1, dtype=torch.int32), apart[2].amax(1))
 
 
-def _launch(plan: Plan, sort: Sort, pages: torch.Tensor, bodies: torch.Tensor, statics: torch.Tensor | None, seen: Seen, blocks: int) -> None:
+def _launch(
+    plan: Plan, sort: Sort, pages: torch.Tensor, bodies: torch.Tensor, statics: torch.Tensor | None, seen: Seen, blocks: int, powers: bool
+) -> None:
     part = sort.part
     native = sort.first.native
     assert native is not None
@@ -213,7 +222,7 @@ def _launch(plan: Plan, sort: Sort, pages: torch.Tensor, bodies: torch.Tensor, s
         Side(*sort.first.side(False)), data, scales, bodies, seen.amax if statics is None else statics, seen.clipped, seen.nonfinite, seen.amax,
         pages, pages if flags is None else flags, sort.table, data.stride(0), scales.stride(0), bodies.stride(0),
         stride // data.element_size(), stride // scales.element_size(), stride,
-        KIND=KIND[part.granularity], SMALL=part.scale_dtype == "bf16", BITS=not settings.casts_directly(plan.device), FLAGGED=flags is not None,
-        TOKENS=plan.tokens, BLOCKS=plan.engine_blocks, PAGE=plan.page, WIDTH=part.width, WIDE=wide, TILE=tune.tile, HEADS=plan.heads,
-        INDICES=plan.layers * plan.parts, num_warps=tune.warps, enable_fp_fusion=False,
+        KIND=KIND[part.granularity], SMALL=part.scale_dtype == "bf16", POWERS=powers, BITS=not settings.casts_directly(plan.device),
+        FLAGGED=flags is not None, TOKENS=plan.tokens, BLOCKS=plan.engine_blocks, PAGE=plan.page, WIDTH=part.width, WIDE=wide, TILE=tune.tile,
+        HEADS=plan.heads, INDICES=plan.layers * plan.parts, num_warps=tune.warps, enable_fp_fusion=False,
     )  # fmt: skip

@@ -4,7 +4,8 @@ Codec 1, bit for bit. Every kernel must equal `quantize` in codes, scales and co
 
     x       the input, upcast exactly (bf16, fp16) or taken as it is (f32)
     amax    largest |x| of the *finite* elements under one scale; 0 if there is none
-    scale   given (static), or min(max(amax * f32(1/448), 2^-64), 2^119); small scales (bf16) are rounded to nearest even here, before they are used
+    scale   given (static), or min(max(amax * f32(1/448), 2^-64), 2^119); small scales (bf16) are rounded to nearest even here, before they are used;
+            by the rule "amax-pow2" it is rounded up to a power of two, so that code * scale is exact in bf16
     y       x * (1 / scale): one division per scale, one multiplication per element
     code    NaN -> 0x7F; else e4m3fn(min(max(y, -448), 448)), to nearest even, subnormals kept, -0 and negative underflow -> 0x80
 
@@ -67,6 +68,7 @@ def quantize(
     engine_blocks: int = 1,
     dtype: str = "e4m3fn",
     scale_dtype: str = "fp32",
+    powers: bool = False,
 ) -> Quantized:
     """K or V [heads, tokens, width] of one block as FP8 by the rules of the module.
 
@@ -74,6 +76,7 @@ def quantize(
                   "block-head", "token-head", "channel": amax of one engine block of a head, of one token of a head, of one channel of an engine block
     engine_blocks engine blocks in `tokens`; matters to "block-head" and "channel"
     scale_dtype   "fp32", or "bf16" for scales that come from the block: what is returned, in f32, is exact in it. fp16 cannot hold the bounds
+    powers        scales that come from the block are powers of two (rule "amax-pow2")
 
     Raises Invalid for another number format, shape or dtype, and for static scales that are not finite, not positive or out of bounds.
     """
@@ -94,7 +97,7 @@ def quantize(
         if scales is not None:
             raise Invalid(f"scales of granularity {granularity} come from the block and cannot be given")
         over = {"block-head": (2, 3), "token-head": (3,), "channel": (2,)}[granularity]
-        scales = scale_from_amax(magnitude.amax(dim=over)).reshape(heads, -1)
+        scales = scale_from_amax(magnitude.amax(dim=over), powers).reshape(heads, -1)
         if scale_dtype == "bf16":
             scales = scales.bfloat16().float()
     else:
@@ -110,9 +113,13 @@ def quantize(
     return Quantized(codes.reshape(heads, tokens, width), scales, counts)
 
 
-def scale_from_amax(amax: torch.Tensor) -> torch.Tensor:
-    """The scale under which `amax` (f32, finite, >= 0) lands on the largest code: the rule "amax", within the codec's bounds."""
-    return (amax.float() * RECIPROCAL).clamp(MIN_SCALE, MAX_SCALE)
+def scale_from_amax(amax: torch.Tensor, powers: bool = False) -> torch.Tensor:
+    """The scale under which `amax` (f32, finite, >= 0) lands on the largest code: the rule "amax", within the codec's bounds. `powers`: rounded up to
+    a power of two, the rule "amax-pow2"."""
+    scale = (amax.float() * RECIPROCAL).clamp(MIN_SCALE, MAX_SCALE)
+    if powers:  # both bounds are powers of two themselves
+        scale = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    return scale
 
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor, granularity: str) -> torch.Tensor:

@@ -33,7 +33,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 import torch  # noqa: E402
 import triton  # noqa: E402
-from kvtier_kernels import attention, expand, gather, merge, paged, prefill, quantize, restore, settings  # noqa: E402
+from kvtier_kernels import attention, expand, gather, merge, paged, prefill, quantize, restore, settings, write  # noqa: E402
 from kvtier_kernels.plan import Plan, plan  # noqa: E402
 from triton import knobs  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -124,6 +124,17 @@ def run_restore(made: Plan) -> None:
     restore.restore(made, bodies, pages)
 
 
+def run_powers(made: Plan) -> None:
+    """Launches quantize with scales that are powers of two, as the connectors do."""
+    quantize.quantize(made, *batch(made), powers=True)
+
+
+def run_write(width: int, form: str, page: int) -> None:
+    """Launches the engine's write of new tokens."""
+    new = torch.zeros(40, 2, width, dtype=torch.bfloat16)
+    write.write(caches(width, form, BLOCK, page), new, new, torch.arange(40))
+
+
 def run_expand(made: Plan) -> None:
     """Launches the dequantizing scatter."""
     pages, bodies = batch(made)
@@ -162,6 +173,7 @@ def entries() -> Iterator[Entry]:
     yield Entry("quantize[D128,native,16]", lambda: run_quantize(planned(128, HEAD, 16, 16, form="native")))
     yield Entry("restore[D128,kivi,64]", lambda: run_restore(planned(128, KIVI, 64, 16, True)))
     yield Entry("restore[D128,native]", lambda: run_restore(planned(128, HEAD, 16, 16, form="native")))
+    yield Entry("write[D128,native,page 16]", lambda: run_write(128, "native", 16))
     yield Entry("gather[D128,head]", lambda: run_gather(planned(128, HEAD, 16, 16, form="fp8")))
     yield Entry("gather[D128,kivi]", lambda: run_gather(planned(128, KIVI, 64, 16, True)))
     yield Entry("expand[D128,kivi,64]", lambda: run_expand(planned(128, KIVI, 64, 16, True)))
@@ -178,6 +190,8 @@ def entries() -> Iterator[Entry]:
 def by_width(width: int) -> Iterator[Entry]:
     """What is compiled for every head dim."""
     yield Entry(f"quantize[D{width},block-head,16]", lambda: run_quantize(planned(width, BLOCK, 16, 16)), cast=True, core=True)
+    yield Entry(f"quantize[D{width},block-head,16,powers]", lambda: run_powers(planned(width, BLOCK, 16, 16)), cast=True)
+    yield Entry(f"write[D{width},mixed,page 16]", lambda: run_write(width, "mixed", 16), core=True)
     yield Entry(f"restore[D{width},block-head,16]", lambda: run_restore(planned(width, BLOCK, 16, 16)))
     yield Entry(f"expand[D{width},block-head,16]", lambda: run_expand(planned(width, BLOCK, 16, 16)))
     yield Entry(f"merge[D{width}]", lambda: merge.merge(torch.zeros(4, 8, width), torch.zeros(4, 8)))

@@ -23,9 +23,14 @@ COUNTERS: dict[str, tuple[str, str]] = {
     "save_blocks": ("Blocks stored.", ""),
     "save_known_blocks": ("Blocks that were stored already.", ""),
     "save_dropped_blocks": ("Blocks that were not stored, by reason.", "reason"),
+    "quantize_seconds": ("Of the seconds spent on saving, those spent on quantizing (modes dual and expand).", ""),
+    "verbatim_blocks": ("Engine blocks that were FP8 in their slot already and were saved as they are (mode dual).", ""),
+    "expand_blocks": ("Blocks that were dequantized on their way into the engine's cache (mode expand).", ""),
+    "expand_bytes": ("Bytes of native elements that this wrote.", ""),
+    "expand_seconds": ("Seconds that this took, on the device where there is one.", ""),
     "clipped_codes": ("FP8 codes at the top of their range in stored blocks: values that did not fit their scale.", ""),
 }
 GAUGES: dict[str, tuple[str, str]] = {
     "healthy": ("1 while the daemon answers, by half of the connector.", "half"),
-    "mode": ("1 for the mode in use: native, passthrough or off.", "mode"),
+    "mode": ("1 for the mode in use: native, passthrough, dual, expand or off.", "mode"),
 }

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Protocol
 
 from kvtier.calls import Body
@@ -39,14 +40,18 @@ class Cache(Protocol):
     extents: Extents
     saver: bool
 
+    @property
+    def batch(self) -> int:
+        """Entries that one `read` takes."""
+
     def write(self, ready: Any, blocks: Sequence[int], slot: Body) -> Any:
         """Copies engine blocks into a slot, every byte of it, once `ready` has come. Returns what `look` looks at."""
 
     def look(self, written: Any) -> tuple[int, str]:
         """(clipped FP8 codes, the layer of a value that is not finite or "")."""
 
-    def read(self, blocks: Sequence[int], body: Body) -> None:
-        """Copies a block into the engine blocks that are wanted, and returns when it is there."""
+    def read(self, ready: Any, entries: Sequence[Sequence[int]], bodies: Sequence[Body]) -> None:
+        """Copies blocks into the engine blocks that are wanted, once `ready` has come, and returns when they are there."""
 
 
 class _Stop(Exception):
@@ -60,6 +65,7 @@ class LoadJob:
     load: Load
     deadline: float
     done: list[int]
+    ready: Any = None
     began: float = field(default_factory=time.monotonic)
     lock: threading.Lock = field(default_factory=threading.Lock)
     closed: bool = False
@@ -124,9 +130,10 @@ class Mover:
 
     # -- loads
 
-    def load(self, loads: Sequence[Load]) -> None:
-        """Starts loads, and waits for those that the next step needs."""
-        jobs = [LoadJob(load, time.monotonic() + (SYNC_SECONDS if load.sync else LOAD_SECONDS), [0] * len(load.runs)) for load in loads]
+    def load(self, loads: Sequence[Load], ready: Any = None) -> None:
+        """Starts loads, and waits for those that the next step needs. `ready`: an event of the device after which nobody reads what was in these
+        blocks before."""
+        jobs = [LoadJob(load, time.monotonic() + (SYNC_SECONDS if load.sync else LOAD_SECONDS), [0] * len(load.runs), ready) for load in loads]
         self._jobs |= {job.load.id: job for job in jobs}
         for job in jobs:
             if not self.heart.healthy:
@@ -197,12 +204,14 @@ class Mover:
                 continue
             while (at := job.done[number]) < len(run.hashes):
                 with self._client.lease(self._ns, run.hashes[at:], range_=part, context=job.load.context, deadline=CALL_SECONDS) as blocks:
-                    for entry, view in enumerate(blocks, at):
+                    views, entry = iter(blocks), at
+                    while batch := list(islice(views, cache.batch)):
                         with job.lock:
                             if job.closed:
                                 return None
-                            cache.read(run.blocks[entry], view)
-                            job.done[number] = entry + 1
+                            cache.read(job.ready, run.blocks[entry : entry + len(batch)], batch)
+                            entry += len(batch)
+                            job.done[number] = entry
                     got, reason, capped = len(blocks), blocks.reason, blocks.stop == pb.CAP
                 self._count("load_bytes", got * cache.extents.body_bytes, "")
                 if at + got < len(run.hashes) and not capped:

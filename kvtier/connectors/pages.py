@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ class PartCache:
 class GroupCaches:
     """One KV cache group on this rank. `shape` is what all its layers share, as the report has it; `ratio`: kernel blocks in an engine block."""
 
+    batch: ClassVar[int] = 1  # entries that one `read` takes
     shape: dict[str, Any]
     saver: bool
     ratio: int
@@ -74,11 +75,12 @@ class GroupCaches:
                 body_tensor(slot, self.extents).copy_(body)
         return body
 
-    def read(self, blocks: Sequence[int], body: Body) -> None:
+    def read(self, ready: Any, entries: Sequence[Sequence[int]], bodies: Sequence[Body]) -> None:
         """`Cache.read`."""
-        with _Stage(self, body, None) as staged:
-            for target, cell in _pairs(self, blocks, staged):
-                _copy(cell, target)
+        for blocks, body in zip(entries, bodies, strict=True):
+            with _Stage(self, body, ready) as staged:
+                for target, cell in _pairs(self, blocks, staged):
+                    _copy(cell, target)
 
     def look(self, written: torch.Tensor) -> tuple[int, str]:
         """`Cache.look`: FP8 codes at the top of their range are counted as clipped."""

@@ -49,7 +49,7 @@ def merge(data: dict[RankId, dict[str, Any]], engine_blocks: int, **common: Any)
     """The namespace of all ranks. Raises Invalid, naming rank and field, where ranks disagree on what they must share."""
     first = next(iter(data.values()))
     for rank, said in data.items():
-        for name in ("physical", "backend", "packing"):
+        for name in ("physical", "backend", "packing", "mode"):
             if said[name] != first[name]:
                 raise Invalid(f"ranks disagree: {name} is {said[name]!r} on {rank} and {first[name]!r} on {next(iter(data))}")
         if len(said["groups"]) != len(first["groups"]):
@@ -81,7 +81,8 @@ def merge(data: dict[RankId, dict[str, Any]], engine_blocks: int, **common: Any)
     quantized = any(part.dtype in FP8 for group in groups for layer in group.layers for part in layer.parts)
     description = Description(
         layout=Layout(tuple(groups)),
-        rule="checkpoint" if quantized else "none",
+        rule=first.get("rule", "checkpoint" if quantized else "none"),
+        codec=first.get("codec", 0),
         scales=scales,
         backend=first["backend"],
         physical=first["physical"],
@@ -94,7 +95,7 @@ def merge(data: dict[RankId, dict[str, Any]], engine_blocks: int, **common: Any)
                 description.layout.extents(part)  # raises Invalid where a block would be too large
         if all(part is None for part in parts):
             raise Invalid(f"rank {rank} holds no layer")
-    return Namespace(description, ranges, "passthrough" if quantized else "native")
+    return Namespace(description, ranges, first["mode"])
 
 
 def _key(rank: RankId, kind: str, name: str) -> tuple[int, str]:

@@ -33,7 +33,9 @@ def prompt(seed: int, length: int = 601) -> list[int]:
 
 
 class Engine:
-    """A context manager. `extra` goes to vllm.LLM, `settings` to the connector; `socket` None: no connector."""
+    """A context manager. `extra` goes to vllm.LLM, `settings` to the connector; `socket` None: no connector. `program`: the module of the child."""
+
+    program = "tests.vllm.engine"
 
     def __init__(
         self,
@@ -71,7 +73,7 @@ class Engine:
         self._answers = answers
         handle, self._path = tempfile.mkstemp(prefix="kvtier-engine-")
         self._log = os.fdopen(handle, "wb")
-        command = [sys.executable, "-m", "tests.vllm.engine", str(theirs), json.dumps(self.arguments)]
+        command = [sys.executable, "-m", self.program, str(theirs), json.dumps(self.arguments)]
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -139,7 +141,9 @@ class Engine:
 # The child
 
 
-class _Child:
+class Child:
+    """What answers `Engine.ask`: a command is the name of a `do_...` method."""
+
     def __init__(self, arguments: dict[str, Any]) -> None:
         from vllm import LLM
         from vllm.config import KVTransferConfig
@@ -357,7 +361,7 @@ class _Faulted:
             time.sleep(0.2)
 
 
-def main() -> None:
+def main(kind: type[Child] = Child) -> None:
     """The child's loop."""
     answers = os.fdopen(int(sys.argv[1]), "w")
 
@@ -366,7 +370,7 @@ def main() -> None:
         answers.flush()
 
     try:
-        child = _Child(json.loads(sys.argv[2]))
+        child = kind(json.loads(sys.argv[2]))
     except BaseException as error:
         say({"failure": f"{type(error).__name__}: {error}"})
         raise

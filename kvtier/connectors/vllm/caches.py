@@ -11,6 +11,7 @@ from hashlib import blake2b
 from typing import Any
 
 import torch
+from kvtier_kernels import paged
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVQuantMode,
@@ -20,13 +21,17 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
+from kvtier.connectors import quantizing
 from kvtier.connectors.pages import GroupCaches, PartCache
+from kvtier.connectors.vllm import modes
+from kvtier.connectors.vllm_dual import flags
 from kvtier.errors import Invalid
 from kvtier.identity import canonical_json, f32_hex
 from kvtier.layout import FP8, Part
 
 # Backends whose page is [heads, tokens, K | V] in plain numbers: read in their source (vLLM 0.32, 0.33). MLA: [1, tokens, latent].
 PLAIN = frozenset(("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"))
+DUAL = "CUSTOM"  # kvtier's own, whose page is the same; elsewhere a CUSTOM backend is one that nobody knows
 PLAIN_LATENT = frozenset(("FLASHMLA", "TRITON_MLA", "CUTLASS_MLA", "FLASHINFER_MLA", "FLASH_ATTN_MLA"))
 CPU = "CPU_ATTN"  # a head's page is all of K, then all of V; the order within each depends on the instruction set
 _NATIVE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -50,8 +55,9 @@ class Rank:
         return canonical_json({**self.fields, "groups": [group and group.to_json() for group in self.groups]}).decode()
 
 
-def inspect(config: Any, kv_config: Any, kv_caches: dict[str, torch.Tensor], tp_rank: int) -> Rank:
-    """What this rank has loaded. Raises Invalid, naming the layer, for what kvtier does not know how to keep."""
+def inspect(config: Any, kv_config: Any, kv_caches: dict[str, torch.Tensor], tp_rank: int, asked: str = "auto") -> Rank:
+    """What this rank has loaded, in the mode that is `asked` for or follows from it. Raises Invalid, naming the layer, for what kvtier does not know
+    how to keep, and for a mode that cannot be."""
     parallel, modules = config.parallel_config, config.compilation_config.static_forward_context
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise Invalid("context parallelism spreads the tokens of a block over ranks: kvtier does not keep such caches")
@@ -74,7 +80,40 @@ def inspect(config: Any, kv_config: Any, kv_caches: dict[str, torch.Tensor], tp_
         groups.append(made)
     packings = sorted(f for f in formats if f.startswith(CPU))
     physical = config.cache_config.kv_cache_layout or "LBHNC"
-    return Rank(groups, {"physical": physical, "backend": "; ".join(sorted(formats)), "packing": "; ".join(packings) or None})
+    mode = modes.choose(asked, config, kv_config, groups, modules)
+    fields = {"physical": physical, "backend": "; ".join(sorted(formats)), "packing": "; ".join(packings) or None, "mode": mode}
+    ours = [name for group in kv_config.kv_cache_groups for name in group.layer_names if modes.active(modules[name])]
+    if len({kv_caches[name].shape[0] for name in ours}) > 1:
+        raise Invalid("KV cache groups whose pages differ in number cannot share their flags")
+    page_flags = flags.fix(kv_caches[ours[0]]) if ours else None
+    if mode in modes.QUANTIZING:
+        fields |= {"rule": quantizing.RULE, "codec": quantizing.CODEC}
+        groups = [group and _quantizing(group, mode == "dual", page_flags, kv_caches) for group in groups]
+    return Rank(groups, fields)
+
+
+def _quantizing(
+    group: GroupCaches, in_place: bool, page_flags: torch.Tensor | None, kv_caches: dict[str, torch.Tensor]
+) -> quantizing.QuantizedCaches:
+    """The same caches, whose blocks are FP8 outside. Raises Invalid where rows do not stand on multiples of 16 elements."""
+    first = group.layers[0]
+    cache, native = kv_caches[first[0]], first[1][0].part.dtype
+    if cache.device.type == "cpu":
+        made: quantizing.QuantizedCaches = quantizing.HostCaches(group.shape, group.saver, group.ratio, native=native, in_place=in_place)
+    else:
+        from kvtier.connectors.quantizing_gpu import DeviceCaches
+
+        made = DeviceCaches(group.shape, group.saver, group.ratio, native=native, in_place=in_place)
+    for name, parts in group.layers:
+        if parts[0].part.dtype != native or kv_caches[name].shape[0] != cache.shape[0]:
+            raise Invalid(f"layer {name} differs from its KV cache group: {parts[0].part.dtype}, {kv_caches[name].shape[0]} pages")
+        made.layers.append((name, [PartCache(Part(p.part.name, p.part.width, "e4m3fn", quantizing.KIND), p.cells) for p in parts]))
+        if page_flags is not None:
+            made.paged.append(paged.interleaved(kv_caches[name], parts[0].part.width, page_flags, (quantizing.KIND, quantizing.KIND)))
+        else:
+            views = [p.cells.view(quantizing.TORCH[native]) for p in parts]
+            made.paged.append(paged.native(views[0], views[1]))
+    return made
 
 
 class _Layer:
@@ -114,6 +153,7 @@ class _Layer:
         if cache.shape[3] * item != spec.state_content_size_bytes or cache.stride(3) != 1:
             raise Invalid(f"layer {self.name}: {cache.shape[3] * item} bytes a token and head, not {spec.state_content_size_bytes}")
         plain = self.dtype and self.backend in (PLAIN_LATENT if self.kind == "latent" else PLAIN)
+        plain = plain or (self.dtype and self.kind == "attention" and self.backend == DUAL and modes.active(self.module))
         own_format = self.backend if self.dtype in FP8 else "plain"
         if self.kind == "latent" and plain:
             self.format = f"latent ({own_format})"

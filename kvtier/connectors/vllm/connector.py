@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.client import Client
-from kvtier.connectors.vllm import compat
+from kvtier.connectors.vllm import compat, modes
 from kvtier.connectors.vllm.plan import Handshake, Plan, Report
 from kvtier.connectors.vllm.scheduler import SchedulerHalf
 from kvtier.connectors.vllm.settings import read
@@ -45,6 +45,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         transfer = vllm_config.kv_transfer_config
         try:
             settings = read(transfer.kv_connector_extra_config, transfer.kv_load_failure_policy)
+            modes.check(settings.mode, vllm_config, kv_cache_config)
         except Invalid as error:
             raise ValueError(f"kvtier: {error}") from None
         self._half: SchedulerHalf | WorkerHalf

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from kvtier.connectors.vllm.modes import MODES
 from kvtier.daemon.config import default_socket
 from kvtier.errors import Invalid
 from kvtier.layout import check_int
@@ -16,6 +17,7 @@ class Settings:
     """What a user may say.
 
     socket                 the daemon's socket
+    mode                   one of `modes.MODES`; "auto" never quantizes unless kvtier's attention backend is in use
     load                   "async" (between steps, in threads) or "sync" (before the step that needs it; one KV cache group only)
     save_when              "full" (every block as it fills) or "second_hit" (a block that is asked for a second time)
     save_bytes_per_second  what one rank may save at most; 0: no limit
@@ -25,6 +27,7 @@ class Settings:
     """
 
     socket: str
+    mode: str = "auto"
     load: str = "async"
     save_when: str = "full"
     save_bytes_per_second: int = 0
@@ -34,6 +37,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         choices = {
+            "mode": MODES,
             "load": ("async", "sync"),
             "save_when": ("full", "second_hit"),
             "fail_policy": ("refuse", "accept"),

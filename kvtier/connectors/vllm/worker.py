@@ -14,6 +14,7 @@ import torch
 from kvtier.client import Client
 from kvtier.connectors.jobs import Load
 from kvtier.connectors.mover import Mover
+from kvtier.connectors.quantizing import QuantizedCaches
 from kvtier.connectors.ranks import refusal
 from kvtier.connectors.vllm.caches import Rank, inspect
 from kvtier.connectors.vllm.plan import Plan, Report
@@ -48,7 +49,10 @@ class WorkerHalf:
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """The engine's caches; weights and scales are loaded by now. What cannot be kept becomes the handshake's reason."""
         try:
-            self._caches = inspect(self._config, self._kv_config, kv_caches, self._rank[1])
+            self._caches = inspect(self._config, self._kv_config, kv_caches, self._rank[1], self._settings.mode)
+            for group in self._caches.groups:
+                if isinstance(group, QuantizedCaches):
+                    group.count = self._count
             self.handshake = self._caches.report()
         except KvtierError as error:
             self.handshake = refusal(str(error))
@@ -81,7 +85,7 @@ class WorkerHalf:
             self._refused += plan.loads
             return
         self._idle = plan.idle
-        self.mover.load(plan.loads)
+        self.mover.load(plan.loads, self._event() if plan.loads else None)
         for id_ in plan.cancelled:
             self.mover.cancel(id_)
 
@@ -89,11 +93,15 @@ class WorkerHalf:
         """After the step: queues what it has filled."""
         if self.mover is None or self._caches is None or not plan.saves:
             return
-        ready = None
-        if self._caches.device.type == "cuda":
-            ready = torch.cuda.Event()
-            ready.record()
-        self.mover.save(plan.saves, ready)
+        self.mover.save(plan.saves, self._event())
+
+    def _event(self) -> Any:
+        """After what the engine has given its stream so far; None on a CPU."""
+        if self._caches is None or self._caches.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
 
     def results(self) -> tuple[set[str], set[str]]:
         """Requests whose loads between steps are over, and those of them that failed and have to be recomputed as a whole. Each once."""
