@@ -79,8 +79,12 @@ class Space:
         self.ranges = tuple(Range(0, (at, at + 1)) for at in range(len(self.cuts)))
         self.nbytes = form.nbytes
         self.introduced = False  # whether the log has said how it differs from what the daemon has
-        self.registered = Registered(describe(base, form, [high - low for low, high in self.cuts]))
+        self.registered = Registered(self.describe(base, form, [high - low for low, high in self.cuts]))
         self.slot_bytes = sum(self.registered.extents(part).slot_bytes for part in self.ranges)
+
+    def describe(self, base: Description, form: Form, pieces: Sequence[int]) -> Description:
+        """The description, given how long each piece is. Another engine's objects override this."""
+        return describe(base, form, pieces)
 
 
 def describe(base: Description, form: Form, pieces: Sequence[int]) -> Description:
@@ -98,14 +102,14 @@ def describe(base: Description, form: Form, pieces: Sequence[int]) -> Descriptio
         artifact=base.artifact,
         rule=base.rule,
         codec=base.codec,
-        rope={**base.rope, **_readable(base.scales), "lmcache.description": base_digest},
+        rope={**base.rope, **readable(base.scales), "lmcache.description": base_digest},
         backend="LMCache object",
         physical=form.text,
         packing=base.packing,
     )
 
 
-def _readable(scales: Mapping[str, str]) -> dict[str, str]:
+def readable(scales: Mapping[str, str]) -> dict[str, str]:
     """Scales as decimal numbers, which tell every f32 apart; none where they would not fit a description."""
     found = {}
     for name, packed in scales.items():

@@ -61,13 +61,13 @@ Bundle = tuple[Space, bytes, list[Item]]  # items of one namespace and request c
 class Traffic:
     """A session with the daemon at `socket`."""
 
-    def __init__(self, socket: str, spaces: Spaces, count: Callable[[str, int], None]) -> None:
+    def __init__(self, socket: str, spaces: Spaces, count: Callable[[str, int], None], name: str = "lmcache") -> None:
         self._client = Client(f"unix:{socket}")
         self._spaces, self._count = spaces, count
         self._spent: deque[Lease] = deque()  # of loads, copied out of and not released yet
         self._arena = 0  # bytes; 0: not known
         self.closing = threading.Event()
-        self.heart = Heart(self._client, "lmcache", CALL_SECONDS)
+        self.heart = Heart(self._client, name, CALL_SECONDS)
         for model, base in spaces.bases.items():
             log.info("kvtier: namespace %s for %s", base.digest.hex()[:16], model)
         self.heart.start(self._client.register(next(iter(spaces.bases.values()))))
@@ -121,10 +121,10 @@ class Traffic:
             context = context_of(key.cache_salt)
             found.setdefault((id(space), context), (space, context, []))[2].append(Item(at, key, view))
         for space, _, _ in found.values():
-            self._introduce(space)
+            self.introduce(space)
         return list(found.values())
 
-    def _introduce(self, space: Space) -> None:
+    def introduce(self, space: Space) -> None:
         """Says once of a namespace how it differs from the nearest that the daemon has, if it is new there."""
         if space.introduced or not self.heart.healthy:
             return
