@@ -6,6 +6,7 @@
 #   VLLM_PYTHON          the interpreter for vLLM's environment: 3.11, for which there is a CPU wheel of the torch that it pins
 #   LMCACHE_PYTHON       the same for the environment of LMCache
 #   ARGS                 more arguments for the program behind demo, test or bench
+#   BENCHES              which benchmarks `make bench` runs; RESULTS: where the rows go
 #
 # Environments, each with a stamp, so that a second run costs nothing: .venv (core and development tools, no torch: it proves that the
 # core runs without), .venv-torch (the same plus torch, for the demo and the tests marked torch), .venv-vllm (vLLM for CPU) and .venv-lmcache.
@@ -20,7 +21,7 @@ LMCACHE_PYTHON ?= python3.11
 VLLM_PYTHON ?= python3.11
 ARGS ?=
 TORCH_VERSION := 2.13.0
-BENCHES ?= ceilings planes door scrape abuse
+BENCHES ?= ceilings planes versus scaling trace tiers redis door scrape abuse fallback
 
 CORE := .venv/stamp
 TORCH := .venv-torch/stamp
@@ -44,7 +45,7 @@ define make-venv
 @$(1)/bin/python -m pip --version >/dev/null 2>&1 || { echo "making $(1) with $$("$(PYTHON)" --version)"; "$(PYTHON)" -m venv --clear $(1); }
 endef
 
-.PHONY: help demo test test-core test-torch test-full test-vllm test-llmcompressor test-lmcache fuzz lint format bench proto venv venv-torch clean .venv/core .venv/torch test-kernels aot venv-triton
+.PHONY: help demo test test-core test-torch test-full test-vllm test-llmcompressor test-lmcache fuzz lint format bench benchdocs peers proto venv venv-torch clean .venv/core .venv/torch test-kernels aot venv-triton
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -107,8 +108,14 @@ format: $(CORE) ## let ruff format the code and order the imports
 	@$(PY) -m ruff check --select I --fix .
 	@$(PY) -m ruff format .
 
-bench: $(CORE) ## ceilings of this machine, then the store against them; rows go to bench/results
-	@for bench in $(BENCHES); do echo "== bench/$$bench.py"; $(PY) -m "bench.$$bench" --json "$${RESULTS:-bench/results}/$$bench.json" $(ARGS); done
+bench: $(CORE) $(if $(filter versus,$(BENCHES)),peers) $(if $(filter fallback,$(BENCHES)),$(TORCH)) ## the machine's ceilings, the store against them and beside its peers, traffic; rows go to bench/results
+	@for bench in $(BENCHES); do echo "== bench/$$bench.py"; python=$(PY); [ $$bench != fallback ] || python=$(PYT); $$python -m "bench.$$bench" --json "$${RESULTS:-bench/results}/$$bench.json" $(ARGS); done
+
+benchdocs: $(CORE) ## the tables of docs/benchmarks.md and bench/results/rows.csv, from what is kept in bench/results
+	@$(PY) -m bench.docs
+
+peers: ## the environment of the peers that bench.versus runs; what cannot be had is said, and skipped there
+	@bench/peers.sh .venv-peers "$(PYTHON)"
 
 proto: $(CORE) ## generate kvtier/v1 from proto/
 	@$(PY) -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. proto/kvtier/v1/*.proto
@@ -158,5 +165,5 @@ $(TRITON39): pyproject.toml
 	@touch $@
 
 clean: ## remove environments, caches and what builds left
-	rm -rf .venv .venv-torch .venv-vllm .venv-llmcompressor .venv-lmcache .venv-triton36 .venv-triton39 build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-torch .venv-vllm .venv-llmcompressor .venv-lmcache .venv-peers .venv-triton36 .venv-triton39 build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find kvtier kernels tests bench -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,7 +1,7 @@
 """Rows, marks, the table people read and the JSON that is kept.
 
-One rule: every kept result begins with the command that made it, then the machine, and a row has exactly the fields of `Row`. Marks are judged
-here and never raised: a missed mark is a line in the report.
+One rule: every kept result begins with the command that made it, then commit, date and machine, and a row has exactly the fields of `Row`. Marks
+are judged here and never raised: a missed mark is a line in the report.
 """
 
 from __future__ import annotations
@@ -11,16 +11,18 @@ import json
 import os
 import platform
 import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from bench.harness import llc_bytes, median, percentile
+from bench.harness import ROOT, llc_bytes, median, percentile
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,8 @@ class Report:
 
     def __init__(self, module: str, arguments: Sequence[str]) -> None:
         self.command = shlex.join(["python", "-m", module, *arguments])
+        self.commit = commit()
+        self.date = datetime.now(UTC).strftime("%Y-%m-%dT%H:%MZ")
         self.machine = machine()
         self.rows: list[Row] = []
         self.marks: list[Mark] = []
@@ -127,8 +131,9 @@ class Report:
         return f"{len(self.marks) - len(self.missed)} of {len(self.marks)} marks met" + (f"; missed: {missed}" if missed else "")
 
     def write(self, path: Path) -> None:
-        """JSON: the command first, then the machine, marks, and one row a line. Written aside and renamed: never half a file."""
-        head = [f' "{name}": {json.dumps(value)},' for name, value in (("command", self.command), ("machine", self.machine))]
+        """JSON: the command first, then commit, date, machine, marks, and one row a line. Written aside and renamed: never half a file."""
+        said = {"command": self.command, "commit": self.commit, "date": self.date, "machine": self.machine}
+        head = [f' "{name}": {json.dumps(value)},' for name, value in said.items()]
         marks, rows = (",\n".join("  " + json.dumps(asdict(item)) for item in items) for items in (self.marks, self.rows))
         text = "\n".join(["{", *head, f' "marks": [\n{marks}\n ],', f' "rows": [\n{rows}\n ]', "}", ""])
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -152,6 +157,18 @@ class Report:
 
 def _text(number: float | None) -> str:
     return "" if number is None else f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.3g}"
+
+
+def commit() -> str:
+    """What is checked out, with a "+" if what runs differs from it; "unknown" outside a checkout."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "--", "kvtier", "kernels", "bench/*.py") else "")
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
 
 
 def machine() -> dict[str, Any]:

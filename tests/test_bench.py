@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -31,9 +32,10 @@ def check_file(path: Path, command: str) -> None:
     text = path.read_text()
     assert text.splitlines()[1].startswith(' "command": '), "a kept result begins with the command that made it"
     kept = json.loads(text)
-    assert list(kept) == ["command", "machine", "marks", "rows"]
+    assert list(kept) == ["command", "commit", "date", "machine", "marks", "rows"]
     assert kept["command"] == command
-    assert set(kept["machine"]) == {"cpu", "cores", "llc_bytes", "memory_bytes", "kernel", "python", "libraries", "load_1m"}
+    assert re.fullmatch(r"[0-9a-f]{12}\+?|unknown", kept["commit"]) and re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\dZ", kept["date"])
+    assert set(kept["machine"]) >= {"cpu", "cores", "llc_bytes", "memory_bytes", "kernel", "python", "libraries", "load_1m"}
     assert kept["rows"]
     for schema, items in ((ROW, kept["rows"]), (MARK, kept["marks"])):
         for item in items:
@@ -51,6 +53,10 @@ QUICK = [
     ("bench.abuse", "noise"),
     ("bench.abuse", "half"),
     pytest.param("bench.redis", None, marks=[pytest.mark.slow, needs_redis]),
+    ("bench.scaling", "blocks"),
+    *(pytest.param("bench.scaling", case, marks=pytest.mark.slow) for case in ("clients", "sizes", "batches")),
+    *(pytest.param("bench.trace", case, marks=pytest.mark.slow) for case in ("formats", "engines", "restart", "failing")),
+    pytest.param("bench.versus", "redis", marks=[pytest.mark.slow, needs_redis]),
 ]
 
 

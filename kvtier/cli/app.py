@@ -124,7 +124,7 @@ def top(version: Annotated[bool, typer.Option("--version", help="Print the versi
 
 def main() -> None:
     """Entry point of `kvtier`."""
-    from kvtier.cli import artifact, blocks, checkpoint, doctor, fsck, namespaces, plan, quality, replay, tokens  # noqa: F401  they register their commands
+    from kvtier.cli import artifact, bench, blocks, checkpoint, doctor, fsck, namespaces, plan, quality, replay, tokens  # noqa: F401  they register their commands
 
     logging.getLogger("kvtier").addHandler(logging.NullHandler())  # what the client would log is said once, by the command
     app()

@@ -1,0 +1,48 @@
+"""`kvtier bench [NAME] [ARGUMENT ...]`: the benchmarks of the checkout that this package is part of; elsewhere it says how to get them."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import typer
+
+import kvtier
+from kvtier.cli import output
+from kvtier.cli.app import app
+from kvtier.cli.output import Exit
+
+_HERE = ("ceilings", "planes", "versus", "scaling", "trace", "tiers", "redis", "door", "scrape", "abuse", "policy")
+_ELSEWHERE = ("fallback", "lmcache_l2", "vllm_restore", "kernels")  # these need other environments, and say so
+NAMES = _HERE + _ELSEWHERE
+
+
+def checkout() -> Path | None:
+    """The root of the checkout, if this package is part of one."""
+    root = Path(kvtier.__file__).resolve().parent.parent
+    return root if (root / "bench" / "__init__.py").exists() else None
+
+
+def summary(root: Path, name: str) -> str:
+    """The first line of a benchmark's docstring."""
+    said = ast.get_docstring(ast.parse((root / "bench" / f"{name}.py").read_bytes())) or ""
+    return said.splitlines()[0] if said else ""
+
+
+@app.command("bench", context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def bench(context: typer.Context) -> None:
+    """Run a benchmark of the checkout: kvtier bench NAME [its arguments]. Without a name: a list of them."""
+    root, arguments = checkout(), context.args
+    if root is None:
+        output.message("the benchmarks are not installed with the package: clone the repository and say `make venv`, then `.venv/bin/kvtier bench`")
+        raise SystemExit(Exit.USAGE)
+    there = [name for name in NAMES if (root / "bench" / f"{name}.py").exists()]
+    if not arguments or arguments[0] in ("--help", "-h"):
+        output.table(("name", "what it measures"), [(name, summary(root, name)) for name in there])
+        raise SystemExit(Exit.OK)
+    if arguments[0] not in there:
+        output.message(f"there is no benchmark {arguments[0]!r:.80}: choose one of {', '.join(there)}")
+        raise SystemExit(Exit.USAGE)
+    raise SystemExit(subprocess.run([sys.executable, "-m", f"bench.{arguments[0]}", *arguments[1:]], cwd=root, check=False).returncode)
