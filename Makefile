@@ -57,7 +57,8 @@ test: test-core test-torch ## all tests: the core without torch, then what needs
 
 test-core: $(CORE)
 	@tests/redis.sh
-	@$(PY) -m pytest -m "not torch and not gpu and not slow" $(ARGS)
+	@$(PY) -m pytest -n 2 --dist loadfile -m "not torch and not gpu and not slow and not alone" $(ARGS)
+	@$(PY) -m pytest -m "alone and not slow" $(ARGS)
 
 test-torch: $(TORCH)
 	@$(PYT) -m pytest -m "torch and not gpu and not slow" $(ARGS)

@@ -741,6 +741,7 @@ def test_a_process_that_goes_on_with_bad_input_is_answered_more_slowly(daemon: D
 # Room
 
 
+@pytest.mark.alone
 def test_a_full_arena_says_so_at_once() -> None:
     """Two sessions hold all that a tenant may hold. Who comes then hears it without waiting, and goes on as soon as there is room."""
     with Daemon(64 * MiB) as daemon, ExitStack() as stack:

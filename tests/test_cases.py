@@ -467,15 +467,18 @@ def hang(daemon: Daemon, seconds: float) -> None:
         assert until(lambda: steps(client, ns, 10)[2] > 0, "and so does the scheduler's share of them")
 
 
+@pytest.mark.alone
 def test_kvb_22_a_stopped_daemon_costs_misses_only(daemon: Daemon) -> None:
     hang(daemon, 1.0)
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_kvb_22_a_daemon_stopped_for_twenty_seconds(daemon: Daemon) -> None:
     hang(daemon, 20.0)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("kind", ["not started", "accepts and never answers", "has a full backlog"])
 def test_kvb_22_a_daemon_that_is_not_there(kind: str) -> None:
     with (

@@ -405,6 +405,7 @@ def comes_back(client: Client, ns: Registered) -> None:
     assert is_body(client.get(ns, hashes([2]))[0], 2)
 
 
+@pytest.mark.alone
 def test_a_daemon_that_stands_still_is_a_miss_in_time(daemon: Doors, client: Client, ns: Registered) -> None:
     put(client, ns, [1])
     with daemon.stopped():

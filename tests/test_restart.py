@@ -126,6 +126,7 @@ def shmem() -> int:
     return next(int(line.split()[1]) * KiB for line in lines if line.startswith("Shmem:"))
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(400)  # half a minute, but fifty starts on a machine that does ten other things take their time
 def test_fifty_deaths_leave_nothing_behind() -> None:
     """kill -9 and start, with a client attached that puts and gets in each life.
@@ -155,6 +156,7 @@ def test_fifty_deaths_leave_nothing_behind() -> None:
         assert min(shared[-10:]) - min(shared[:10]) < SMALL * CYCLES // 2, "an arena a life would be twice this"
 
 
+@pytest.mark.alone
 def test_memory_never_doubles_while_the_old_arena_is_let_go() -> None:
     """Sampled through a restart: what client and daemons hold of arenas, all together, stays one arena and a little.
 
