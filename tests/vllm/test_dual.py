@@ -253,7 +253,7 @@ def test_a_real_model_is_as_good_as_the_format_promises(tmp_path: Path) -> None:
 
     ids = smollm.load().encode(texts.evaluation())[:2300]
     options: dict[str, Any] = {"block_size": 32, "max_model_len": 2400, "max_num_batched_tokens": 2400, "max_num_seqs": 2, "keep_logits": True}
-    prefix, steps = 2048, range(1, 200, 2)
+    prefix, steps = 2048, range(1, 200, 4)
     with (
         Daemon(512 * MiB) as daemon,
         DualEngine(export(tmp_path / "smollm2"), daemon.socket, settings={"mode": "dual", **SYNC}, **options) as engine,
@@ -272,5 +272,5 @@ def test_a_real_model_is_as_good_as_the_format_promises(tmp_path: Path) -> None:
     native, fp8 = (x - np.log(np.exp(x - x.max(1, keepdims=True)).sum(1, keepdims=True)) - x.max(1, keepdims=True) for x in logits)
     kl = (np.exp(native) * (native - fp8)).sum(1)
     same = float((native.argmax(1) == fp8.argmax(1)).mean())
-    print(f"KL {kl.mean():.4f} nats, top-1 equal {same:.3f}, over {len(kl)} positions behind {prefix} restored tokens")
+    print(f"KL {kl.mean():.4f} nats (at most {kl.max():.3f}), top-1 equal {same:.3f}, over {len(kl)} positions behind {prefix} restored tokens")
     assert 0 < kl.mean() < 0.03 and same >= 0.88

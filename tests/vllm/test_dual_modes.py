@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -161,3 +162,13 @@ def test_vllm_selects_the_backend_on_a_gpu_and_refuses_what_it_lacks() -> None:
     """CudaPlatform's own rules, with a capability that is made up: no GPU is there, and no kernel runs."""
     done = subprocess.run([sys.executable, "-c", SELECTION], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0 and done.stdout.strip().endswith("ok"), done.stderr[-3000:]
+
+
+def test_the_gpus_backend_takes_the_steps_that_the_cpus_does() -> None:
+    """On Triton's interpreter: writes, flags and attention of both classes, as vLLM calls them."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "2"}
+    command = [sys.executable, "-m", "tests.vllm.dual_step"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    print(done.stdout)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len({line.split(":")[0] for line in done.stdout.splitlines() if ":" in line}) == 6
