@@ -384,7 +384,7 @@ def test_what_requests_asked_for_is_forgotten_with_them(shared: Daemon, file: Pa
         assert len(stack.tier._questions) == 0 and not stack.tier._questions._by_asker
 
 
-def test_the_end_stores_what_waits_and_gives_vllms_pool_back(shared: Daemon, file: Path) -> None:
+def test_the_end_stores_what_waits_and_gives_vllms_pool_back(shared: Daemon, file: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Stack(shared, file) as stack:
         stack.store([0])
         for n in range(1, 30):
@@ -392,6 +392,7 @@ def test_the_end_stores_what_waits_and_gives_vllms_pool_back(shared: Daemon, fil
         view = stack.manager.primary_tier.get_kv_memoryview()
     with pytest.raises(ValueError, match="released"):
         view.tobytes()
+    assert "Failed to close" not in caplog.text, "somebody still points into the pool"
     assert shared.status()["known_blocks"] == 30
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kvtier-tier-")]
     shared.quiet()
