@@ -15,7 +15,6 @@ from bench.live import DEADLINE, Live, arena_for, fresh
 from bench.redis import server
 from bench.tiers import Blocks
 from kvtier.block import digest
-from kvtier.identity import NO_CONTEXT, derive_keys
 from kvtier.namespaces import Namespaces
 from kvtier.tiers import Outgoing
 from kvtier.tiers.data import WRITERS
@@ -85,8 +84,7 @@ class KvtierSsd(Contestant):
 
     def put(self, i: int) -> None:
         slots = self.slots[0][i * self.field.batch : (i + 1) * self.field.batch]
-        keys = derive_keys(self.blocks.namespace.digest, self.blocks._resolved, NO_CONTEXT, fresh(self.field.batch), 32)
-        nbytes = self.blocks.nbytes
+        keys, nbytes = self.blocks.renamed(slots), self.blocks.nbytes
         out = [Outgoing(key, self.blocks.namespace, slot, nbytes, digest(slot[:nbytes])) for key, slot in zip(keys, slots, strict=True)]
         assert all(self.tier.write(out)), self.tier.gauges()
         self.keys[i] = keys

@@ -54,9 +54,10 @@ def make(path: str, size: int) -> Iterator[tuple[Handlers, dict[str, Any]]]:
 
         verbs = {"put": put, "get": get, "copy": copy}
 
-        def work(verb: str, seconds: float) -> dict[str, Any]:
+        def work(verb: str, start: float, seconds: float) -> dict[str, Any]:
             calls: list[float] = []
-            start = last = now()
+            time.sleep(max(0.0, start - now()))  # the clock is the same in every process
+            last = start
             while last < start + seconds:
                 begin = now()
                 verbs[verb](next(turn) % KEPT)
@@ -64,7 +65,7 @@ def make(path: str, size: int) -> Iterator[tuple[Handlers, dict[str, Any]]]:
                 calls.append(last - begin)
             if verb == "get":
                 used.extend(hashes)
-            return {"elapsed": last - start, "calls": calls}
+            return {"end": last, "calls": calls}
 
         def prepare() -> None:
             for old in used:  # they were used, so they would outlive what is only put

@@ -22,7 +22,7 @@ import numpy as np
 import typer
 
 from bench.crew import Worker
-from bench.harness import Effort, KiB, MiB, cpu_seconds, end_cleanly, interleave, median, percentile, progress, ratios, turns
+from bench.harness import Effort, KiB, MiB, cpu_seconds, end_cleanly, interleave, median, now, percentile, progress, ratios, turns
 from bench.live import BATCH, BODY, DEADLINE, HASH, Live, arena_for, fresh
 from bench.pools import endless, pool_bytes, private
 from bench.report import Report
@@ -87,10 +87,11 @@ class Crowd:
             self._all(n, "prepare")
         pids = [worker.pid for worker in self.workers[:n]]
         before = [sum(map(cpu_seconds, pids)), cpu_seconds(self.live.pid)]
-        found = self._all(n, "work", verb=verb, seconds=seconds)
+        start = now() + 0.02
+        found = self._all(n, "work", verb=verb, start=start, seconds=seconds)
         spent = [sum(map(cpu_seconds, pids)) - before[0], cpu_seconds(self.live.pid) - before[1]]
         calls = [seconds for one in found for seconds in one["calls"]]
-        return {"rate": sum(len(one["calls"]) / one["elapsed"] for one in found), "calls": calls, "clients": spent[0], "daemon": spent[1]}
+        return {"rate": len(calls) / (max(one["end"] for one in found) - start), "calls": calls, "clients": spent[0], "daemon": spent[1]}
 
     def _all(self, n: int, what: str, **arguments: Any) -> list[Any]:
         for worker in self.workers[:n]:

@@ -69,11 +69,15 @@ class Blocks:
         """The next slots, as fresh blocks: (keys, slots)."""
         start = next(self._turn)
         slots = self.slots[start : start + BATCH]
+        return self.renamed(slots), slots
+
+    def renamed(self, slots: Sequence[memoryview]) -> list[bytes]:
+        """Makes these slots fresh blocks: their keys, which stand in their headers too."""
         hashes = [os.urandom(HASH) for _ in slots]
         keys = derive_keys(self.namespace.digest, self._resolved, NO_CONTEXT, b"".join(hashes), HASH)
         for slot, head in zip(slots, headers(self._template, keys, hashes), strict=True):
             slot[: len(head)] = head.tobytes()
-        return keys, slots
+        return keys
 
     def put(self, tier: Ssd) -> list[bytes]:
         """A batch through the tier, as the settler does it: a digest each, then one write. Returns its keys."""

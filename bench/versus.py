@@ -54,7 +54,7 @@ class Pair:
 
 
 PAIRS = (
-    Pair("redis", "Redis, Unix socket", sizes=(256 * KiB, MiB, 4 * MiB)),
+    Pair("redis", "Redis, Unix socket"),
     Pair("mooncake-dummy", "Mooncake, shared-memory client", "kvtier", PEERS, (256 * KiB, MiB, 4 * MiB), CUDA),
     Pair("mooncake-shm", "Mooncake, MC_FORCE_SHM", python=PEERS, environment=CUDA),
     Pair("mooncake-tcp", "Mooncake, TCP", python=PEERS, environment=CUDA),
@@ -162,7 +162,7 @@ def compete(report: Report, pair: Pair, size: int, quick: bool, where: Path) -> 
         for verb in ("put", "get", "get without a copy"):
             turns_ = match.phases(verb)
             if {pair.ours, pair.key} <= {name for name, _ in turns_}:
-                rows(report, match, verb, match.play(verb, Effort.of(quick, 15, 0.12)))
+                rows(report, match, verb, match.play(verb, Effort.of(quick, 15 if size == JUDGED else 7, 0.12)))
         match.check()
         if size == JUDGED:
             idle(report, match)
