@@ -282,7 +282,8 @@ class Stack:
             return not self.manager._jobs
 
         until(idle, "every job is answered")
-        assert not self.tier._transfers._running and not self.tier._transfers._done
+        until(lambda: not self.tier._transfers._running, "no thread is at one")  # it ends a little after its answer
+        assert not self.tier._transfers._done, "nothing is answered that was not asked"
 
     def offload(self, keys: Sequence[bytes]) -> None:
         """As a worker and the scheduler put chunks into the pool; the tier is told of them."""
