@@ -142,31 +142,32 @@ def test_the_tables_are_the_reference(native: str) -> None:
 
 
 def caches_of(
-    kind: type[QuantizedCaches], order: str, page: int, ratio: int, blocks: int, in_place: bool, seed: int, dtype: torch.dtype = torch.bfloat16
+    kind: type[QuantizedCaches], order: str, page: int, ratio: int, blocks: int, in_place: bool, seed: int, flagged: bool = True
 ) -> tuple[QuantizedCaches, torch.Tensor, list[torch.Tensor]]:
     """Two layers of two heads of 64, bound to blocks of `blocks` engine blocks of `ratio` pages each; their flags and their tensors."""
-    views = [storage(order, 12, 2, page, 64, dtype) for _ in range(2)]
+    views = [storage(order, 12, 2, page, 64, torch.bfloat16) for _ in range(2)]
     for number, view in enumerate(view for layer in views for view in layer):
-        view.copy_(random(*view.shape, seed=seed + number, dtype=dtype))
+        view.copy_(random(*view.shape, seed=seed + number))
     page_flags = torch.zeros(12, dtype=torch.uint8, device=DEVICE)
-    native = "bf16" if dtype == torch.bfloat16 else "fp16"
-    made = kind({}, True, ratio, native=native, in_place=in_place)
+    made = kind({}, True, ratio, native="bf16", in_place=in_place)
     for number, layer in enumerate(views):
         cells = (layer[0][..., :64], layer[0][..., 64:]) if len(layer) == 1 else layer
         parts = [layout.Part(name, 64, "e4m3fn", "block-head") for name in "kv"]
         made.layers.append((f"layer {number}", [PartCache(part, cell.view(torch.uint8)) for part, cell in zip(parts, cells, strict=True)]))
-        made.paged.append(cache_of(layer, KINDS, page_flags))
-    made.bind(layout.attention(2, 2, 64, engine_tokens=page * ratio, engine_blocks=blocks, granularity="block-head", native_dtype=native).extents())
+        made.paged.append(cache_of(layer, KINDS, page_flags if flagged else None))
+    made.bind(layout.attention(2, 2, 64, engine_tokens=page * ratio, engine_blocks=blocks, granularity="block-head").extents())
     return made, page_flags, [view for layer in views for view in layer]
 
 
-@pytest.mark.parametrize("in_place", [True, False], ids=["dual", "expand"])
+@pytest.mark.parametrize(
+    ("in_place", "flagged"), [(True, True), (False, True), (False, False)], ids=["dual", "expand beside dual", "expand on an engine's own attention"]
+)
 @pytest.mark.parametrize(("order", "ratio", "blocks"), [("interleaved", 1, 1), ("NHD", 2, 1), ("HND", 1, 3), ("interleaved", 2, 2)])
-def test_a_gpu_saves_and_restores_the_bytes_that_a_cpu_does(order: str, ratio: int, blocks: int, in_place: bool) -> None:
+def test_a_gpu_saves_and_restores_the_bytes_that_a_cpu_does(order: str, ratio: int, blocks: int, in_place: bool, flagged: bool) -> None:
     if DEVICE.type != "cpu":
         pytest.skip("both ways need the same memory: on Triton's interpreter")
-    host, _, _ = caches_of(HostCaches, order, 16, ratio, blocks, in_place, seed=1)
-    device, _, _ = caches_of(DeviceCaches, order, 16, ratio, blocks, in_place, seed=1)
+    host, _, _ = caches_of(HostCaches, order, 16, ratio, blocks, in_place, 1, flagged)
+    device, _, _ = caches_of(DeviceCaches, order, 16, ratio, blocks, in_place, 1, flagged)
     saved = [np.full(host.extents.body_bytes, 0x33, np.uint8) for _ in range(2)]
     entry = list(range(1, 1 + blocks))
     for caches, body in zip((host, device), saved, strict=True):
@@ -176,7 +177,7 @@ def test_a_gpu_saves_and_restores_the_bytes_that_a_cpu_does(order: str, ratio: i
     results = []
     wanted = [0, *entry[1:]] if blocks > 1 else entry
     for kind in (HostCaches, DeviceCaches):
-        caches, page_flags, tensors = caches_of(kind, order, 16, ratio, blocks, in_place, seed=50)
+        caches, page_flags, tensors = caches_of(kind, order, 16, ratio, blocks, in_place, 50, flagged)
         page_flags.fill_(1)
         counts: dict[str, float] = {}
         caches.count = lambda name, value, _, counts=counts: counts.__setitem__(name, counts.get(name, 0) + value)  # type: ignore[misc]
@@ -188,7 +189,7 @@ def test_a_gpu_saves_and_restores_the_bytes_that_a_cpu_does(order: str, ratio: i
         results.append((page_flags.clone(), [tensor.clone() for tensor in tensors]))
         counted.append(counts)
     pages = [page for block in wanted if block for page in range(block * ratio, (block + 1) * ratio)]
-    assert results[0][0].tolist() == results[1][0].tolist() == [int(in_place or page not in pages) for page in range(12)]
+    assert results[0][0].tolist() == results[1][0].tolist() == [int(in_place or not flagged or page not in pages) for page in range(12)]
     for mine, theirs in zip(results[0][1], results[1][1], strict=True):
         assert torch.equal(mine.view(torch.int16), theirs.view(torch.int16))
     if not in_place:

@@ -210,6 +210,20 @@ def test_a_sliding_window(tmp_path: Path) -> None:
     assert dual["flags"]["stale"] == dual["flags"]["missing"] == dual["flags"]["null"] == 0
 
 
+def test_expand_on_the_engines_own_attention(tiny: Path, told: dict[str, Any], tmp_path: Path) -> None:
+    """vLLM's CPU backend packs K: it is quantized as it lies, and comes back as close as kvtier's backend has it."""
+    options: dict[str, Any] = {"block_size": 32, "num_gpu_blocks_override": 45, "keep_logits": True}
+    with Daemon(64 * MiB) as daemon, DualEngine(tiny, daemon.socket, dual=False, settings={"mode": "expand", **SYNC}, **options) as engine:
+        right = play(engine, "A", tmp_path)[1][:1]
+        assert engine.ask("forget")
+        answers, logits = play(engine, "A", tmp_path)
+        assert answers[0]["external"] == answers[0]["served"] == 576 and "mode expand" in engine.said()
+        assert engine.ask("counters")["expand_blocks"] == 18
+    found, theirs = relative(logits[:1], right), relative(told["dual"]["once"][1][:1], told["native"][1][:1])
+    print(f"expanded against exact BF16, first token: relative {found:.3g}, with kvtier's backend {theirs:.3g}")
+    assert 0.3 * theirs < found < 3 * theirs
+
+
 @pytest.mark.parametrize("layout", ["LBHNC", "BLHNC"])  # the engine itself takes LBNHC
 def test_other_physical_layouts(tiny: Path, told: dict[str, Any], tmp_path: Path, layout: str) -> None:
     options: dict[str, Any] = {"block_size": 32, "num_gpu_blocks_override": 45, "keep_logits": True}
