@@ -198,12 +198,17 @@ def test_eight_requests_at_once_in_chunks_with_preemptions(tiny: Path, tmp_path:
     assert dual["answers"][0]["external"] > 0 and dual["flags"]["fp8"] > 0 and dual["flags"]["stale"] == dual["flags"]["null"] == 0
 
 
-def test_a_sliding_window(tmp_path: Path) -> None:
-    model = make(tmp_path / "window")
+@pytest.mark.parametrize("layers", ["every layer", "every other layer"])
+def test_a_sliding_window(tmp_path: Path, layers: str) -> None:
+    """In every other layer: two KV cache groups over one pool of pages, and one set of flags."""
+    mixed = layers == "every other layer"
+    model = make(tmp_path / "window", num_hidden_layers=4 if mixed else 2)
     config = json.loads((model / "config.json").read_text())
     config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 128}
+    if mixed:
+        config["layer_types"] = ["sliding_attention", "full_attention"] * 2
     (model / "config.json").write_text(json.dumps(config))
-    dual, expand = both(model, {"num_gpu_blocks_override": 36}, {}, SMALL, tmp_path, batch=False)
+    dual, expand = both(model, {"num_gpu_blocks_override": 72 if mixed else 36}, {}, SMALL, tmp_path, batch=False)
     print(f"the oracle: {dual['flags']}")
     assert np.array_equal(dual["logits"], expand["logits"]) and tokens_of(dual["answers"]) == tokens_of(expand["answers"])
     assert sum(answer["external"] for answer in dual["answers"]) > 0 and dual["flags"]["fp8"] > 0
