@@ -4,7 +4,7 @@ One rule: a figure in a document is a row of a result. Between `<!-- table ... -
 written by hand. All rows also go to bench/results/rows.csv, each with commit, date, machine and command. A test runs --check.
 
     <!-- table marks FILE -->                                the marks of bench/results/FILE.json, met and missed
-    <!-- table rows FILE "CASE" ["METRIC" ...] -->           rows whose case and metric match these patterns
+    <!-- table rows FILE "CASE" ["METRIC" ...] -->           rows whose case and metric match these patterns; a CASE may be several, between |
     <!-- table grid FILE "CASE" "METRIC" ["METRIC" ...] -->  a line a case, a column a metric
     <!-- fig FILE "CASE" "METRIC" FORMAT -->                 one value within a sentence; FORMAT as in Python (.2f), its ratio with a leading r (r.2f)
 """
@@ -79,7 +79,7 @@ def matching(name: str, case: str, metrics: Sequence[str]) -> list[dict[str, Any
         row
         for row in kept(name)["rows"]
         if " of the ratio" not in row["metric"]
-        and fnmatch.fnmatchcase(row["case"], case)
+        and any(fnmatch.fnmatchcase(row["case"], one) for one in case.split("|"))
         and any(fnmatch.fnmatchcase(row["metric"], metric) for metric in metrics)
     ]
     if not found:

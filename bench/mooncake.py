@@ -118,6 +118,12 @@ class Store(Contestant):
         got = self.store.batch_get_into(self.keys[i], self.addresses(self.target, i), self.sizes)
         assert got == self.sizes, f"batch_get_into answers {got}"
 
+    def warm(self) -> None:
+        for n in range(self.field.batches + self.most):  # as full as it ever gets: its memory has been touched then
+            self.put(n % self.field.batches)
+        self.room()
+        super().warm()
+
     def room(self) -> None:
         for key in self.old:
             self.store.remove(key, True)
