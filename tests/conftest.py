@@ -48,3 +48,10 @@ def client(daemon: Daemon) -> Iterator[Patient]:
     """A client that waits as long as a busy machine needs."""
     with daemon.client() as made:
         yield made
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What failed at the first try, in full: the second try must not hide it (`.ci/run`)."""
+    for report in terminalreporter.stats.get("rerun", []):
+        terminalreporter.section(f"first try of {report.nodeid}")
+        terminalreporter.write_line(report.longreprtext)
