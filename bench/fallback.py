@@ -15,8 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
+
+try:
+    import torch
+except ImportError:
+    raise SystemExit("bench.fallback needs torch: say make venv-torch, then .venv-torch/bin/python -m bench.fallback") from None
 from kvtier_kernels.reference import Tile, attention, dequantize, quantize
 
 from bench.harness import Effort, end_cleanly, interleave, ratios

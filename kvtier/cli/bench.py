@@ -15,7 +15,7 @@ from kvtier.cli.app import app
 from kvtier.cli.output import Exit
 
 _HERE = ("ceilings", "planes", "versus", "scaling", "trace", "tiers", "redis", "door", "scrape", "abuse", "policy")
-_ELSEWHERE = ("fallback", "lmcache_l2", "vllm_restore", "kernels")  # these need other environments, and say so
+_ELSEWHERE = ("fallback", "lmcache_l2", "vllm_restore", "vllm_modes", "kernels")  # in other environments
 NAMES = _HERE + _ELSEWHERE
 
 
