@@ -51,12 +51,12 @@ help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 demo: $(TORCH) ## a real model's KV is stored as FP8, outlives its process and is attended to again
-	@$(PYT) -m kvtier.workbench.demo $(ARGS)
+	@$(PYT) -m kvtier.quality.demo.driver $(ARGS)
 
 test: test-core test-torch ## all tests: the core without torch, then what needs torch
 
 test-core: $(CORE)
-	@tests/redis.sh
+	@tests/support/redis.sh
 	@$(PY) -m pytest -n 2 --dist loadfile -m "not torch and not gpu and not slow and not alone" $(ARGS)
 	@$(PY) -m pytest -m "alone and not slow" $(ARGS)
 
@@ -64,19 +64,19 @@ test-torch: $(TORCH)
 	@$(PYT) -m pytest -m "torch and not gpu and not slow" $(ARGS)
 
 test-full: $(CORE) $(TORCH) ## the tests and their long rounds
-	@tests/redis.sh
+	@tests/support/redis.sh
 	@$(PY) -m pytest -m "not torch and not gpu" $(ARGS)
 	@$(PYT) -m pytest -m "torch and not gpu" $(ARGS)
 
 test-vllm: ## vLLM's real engine on CPU, in an environment of its own; skipped aloud where it cannot run
-	@code=0; reason=$$(tests/vllm/environment.sh .venv-vllm "$(VLLM_PYTHON)") || code=$$?; \
+	@code=0; reason=$$(tests/connectors/vllm/environment.sh .venv-vllm "$(VLLM_PYTHON)") || code=$$?; \
 	if [ $$code = 3 ]; then echo "test-vllm is SKIPPED: $$reason" >&2; exit 0; fi; \
-	[ $$code = 0 ] && .venv-vllm/bin/python -m pytest -m vllm tests/vllm $(ARGS)
+	[ $$code = 0 ] && .venv-vllm/bin/python -m pytest -m vllm tests/connectors/vllm $(ARGS)
 
 test-lmcache: ## LMCache's real server and storage manager, in an environment of their own; skipped aloud where they cannot run
-	@code=0; reason=$$(tests/lmcache/environment.sh .venv-lmcache "$(LMCACHE_PYTHON)") || code=$$?; \
+	@code=0; reason=$$(tests/connectors/lmcache/environment.sh .venv-lmcache "$(LMCACHE_PYTHON)") || code=$$?; \
 	if [ $$code = 3 ]; then echo "test-lmcache is SKIPPED: $$reason" >&2; exit 0; fi; \
-	[ $$code = 0 ] && OMP_NUM_THREADS=1 .venv-lmcache/bin/python -m pytest -m lmcache tests/lmcache $(ARGS)
+	[ $$code = 0 ] && OMP_NUM_THREADS=1 .venv-lmcache/bin/python -m pytest -m lmcache tests/connectors/lmcache $(ARGS)
 
 test-llmcompressor: $(CORE) ## import scales that llm-compressor writes now, in an environment of its own; skipped aloud where it cannot run
 	@code=0; reason=$$(tests/llmcompressor/environment.sh .venv-llmcompressor "$(PYTHON)") || code=$$?; \
@@ -118,8 +118,10 @@ benchdocs: $(CORE) ## the tables of docs/benchmarks.md and bench/results/rows.cs
 peers: ## the environment of the peers that bench.versus runs; what cannot be had is said, and skipped there
 	@bench/peers.sh .venv-peers "$(PYTHON)"
 
-proto: $(CORE) ## generate kvtier/v1 from proto/
-	@$(PY) -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. proto/kvtier/v1/*.proto
+proto: $(CORE) ## generate kvtier/protocol/v1 from proto/
+	@out=$$(mktemp -d); trap 'rm -rf "$$out"' EXIT; \
+	$(PY) -m grpc_tools.protoc -Iproto --python_out="$$out" --pyi_out="$$out" proto/kvtier/v1/*.proto; \
+	cp "$$out"/kvtier/v1/kvtier_pb2.py* kvtier/protocol/v1/
 
 venv: $(CORE)
 

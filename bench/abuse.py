@@ -22,9 +22,9 @@ from bench.empty import EmptyLane
 from bench.harness import Child, Effort, Phase, end_cleanly, interleave, memory
 from bench.live import BATCH, BODY, HASH, Live, arena_for, description, measure_calls
 from bench.report import Report
-from kvtier import frames
-from kvtier.frames import HEADER, MAGIC, MAX_BODY, Verb
-from kvtier.v1 import kvtier_pb2 as pb
+from kvtier.protocol import frames
+from kvtier.protocol.frames import HEADER, MAGIC, MAX_BODY, Verb
+from kvtier.protocol.v1 import kvtier_pb2 as pb
 
 MARK = ("<=", 2.0)  # p99 of the other client, beside over alone
 
@@ -50,7 +50,11 @@ def connect(path: str, greet: bool = True) -> socket.socket:
 
 def handle(sock: socket.socket) -> int:
     """That of the benchmark's namespace."""
-    sock.sendall(frames.pack(Verb.REGISTER, 0, 0, pb.RegisterRequest(description=description(BODY).canonical).SerializeToString()))
+    sock.sendall(
+        frames.pack(
+            Verb.REGISTER, 0, 0, pb.RegisterRequest(description=description(BODY).canonical).SerializeToString()
+        )
+    )
     return pb.RegisterReply.FromString(sock.recv(4096)[HEADER.size :]).handle
 
 
@@ -160,7 +164,8 @@ def counting(path: str) -> None:
 
 
 KINDS: dict[str, Callable[[str], None]] = {
-    do.__name__: do for do in (counting, noise, strangers, hellos, overlong, half, unknown, malformed, keys, runs, deep, deaf)
+    do.__name__: do
+    for do in (counting, noise, strangers, hellos, overlong, half, unknown, malformed, keys, runs, deep, deaf)
 }
 
 
@@ -210,7 +215,12 @@ def measure(report: Report, kind: str, quick: bool) -> None:
 
                 return one
 
-            phases = {"alone": phase(False, get), "beside": phase(True, get), "empty alone": phase(False, pair), "empty beside": phase(True, pair)}
+            phases = {
+                "alone": phase(False, get),
+                "beside": phase(True, get),
+                "empty alone": phase(False, pair),
+                "empty beside": phase(True, pair),
+            }
             done = interleave(phases, Effort.of(quick, 31, 0.1))
             grown = memory(live.pid)["RssAnon"] - before
     _rows(report, kind, done, grown)
@@ -224,7 +234,14 @@ def _rows(report: Report, kind: str, done: dict[str, Phase], grown: int) -> None
         report.add(case, f"zero-copy get {name}, p50", phase.p(50) * 1e6, "us", done[f"empty {name}"].p(50) * 1e6)
         report.add(case, f"zero-copy get {name}, p99", phase.p(99) * 1e6, "us", done[f"empty {name}"].p(99) * 1e6)
         report.add(case, f"zero-copy get {name}, worst", phase.worst * 1e3, "ms", done[f"empty {name}"].worst * 1e3)
-    report.add(case, "p99 beside over alone", beside.p(99) / alone.p(99), "times", empty, mark=None if kind == "counting" else MARK)
+    report.add(
+        case,
+        "p99 beside over alone",
+        beside.p(99) / alone.p(99),
+        "times",
+        empty,
+        mark=None if kind == "counting" else MARK,
+    )
     report.add(case, "anonymous memory of the daemon, growth", grown / 2**20, "MiB")
 
 

@@ -16,7 +16,21 @@ import typer
 import xxhash
 
 from bench.empty import EmptyLane
-from bench.harness import Effort, GiB, KiB, MiB, Phase, end_cleanly, interleave, median, now, pinned, placements, progress, ratios
+from bench.harness import (
+    Effort,
+    GiB,
+    KiB,
+    MiB,
+    Phase,
+    end_cleanly,
+    interleave,
+    median,
+    now,
+    pinned,
+    placements,
+    progress,
+    ratios,
+)
 from bench.live import BATCH, BODY, Live, arena_for, measure_calls
 from bench.pools import POPULATE_READ, POPULATE_WRITE, Bytes, endless, memfd, pool_bytes, populate, private, shared
 from bench.report import Report
@@ -63,7 +77,9 @@ def copies(report: Report, quick: bool) -> None:
         base = done["private to private"]
         scale = batch * size / 1e9
         for name, phase in done.items():
-            report.add(f"copy {size // KiB} KiB", name, phase.rate * scale, "GB/s", base.rate * scale, ratios(phase, base))
+            report.add(
+                f"copy {size // KiB} KiB", name, phase.rate * scale, "GB/s", base.rate * scale, ratios(phase, base)
+            )
 
 
 def first_touch(report: Report, quick: bool) -> None:
@@ -127,7 +143,10 @@ def empty_pairs(report: Report, quick: bool) -> None:
             for name, phase in done.items():
                 _pair_rows(report, f"empty pair, {name}{where}", phase)
         done = interleave({"copy": copy, "copy + pair": copy_then_get}, Effort.of(quick))
-    gap = [1 / both.rate - 1 / alone.rate for both, alone in zip(done["copy + pair"].windows, done["copy"].windows, strict=True)]
+    gap = [
+        1 / both.rate - 1 / alone.rate
+        for both, alone in zip(done["copy + pair"].windows, done["copy"].windows, strict=True)
+    ]
     report.add("empty pair, lease + release", "after a copy of 32 MiB", median(gap) * 1e6, "us")
     for name in ("reserve", "seal", "lease", "release"):
         frames = getattr(calls, name)

@@ -96,7 +96,9 @@ class Contestant:
                 self.target.fill(0)
                 for i in range(self.field.batches):
                     call(i)
-                    assert np.array_equal(self.source[i], self.target[i]), f"{verb}: other bytes came back than were put"
+                    assert np.array_equal(self.source[i], self.target[i]), (
+                        f"{verb}: other bytes came back than were put"
+                    )
 
 
 def handlers(contestant: Contestant) -> Handlers:
@@ -121,7 +123,13 @@ def handlers(contestant: Contestant) -> Handlers:
         for i in range(contestant.field.batches):
             contestant.verbs[verb](i)
 
-    return {"window": window, "touch": touch, "room": contestant.room, "warm": contestant.warm, "check": contestant.check}
+    return {
+        "window": window,
+        "touch": touch,
+        "room": contestant.room,
+        "warm": contestant.warm,
+        "check": contestant.check,
+    }
 
 
 @contextmanager
@@ -133,7 +141,12 @@ def make(name: str, arguments: argparse.Namespace) -> Iterator[tuple[Handlers, d
         contestant: Contestant = getattr(importlib.import_module(module), kind)(field)
         yield (
             handlers(contestant),
-            {"pid": os.getpid(), "verbs": list(contestant.verbs), "servers": contestant.servers, "versions": contestant.versions},
+            {
+                "pid": os.getpid(),
+                "verbs": list(contestant.verbs),
+                "servers": contestant.servers,
+                "versions": contestant.versions,
+            },
         )
 
 

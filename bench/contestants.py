@@ -14,11 +14,11 @@ from bench.contest import Bytes, Contestant, Field
 from bench.live import DEADLINE, Live, arena_for, fresh
 from bench.redis import server
 from bench.tiers import Blocks
-from kvtier.block import digest
-from kvtier.namespaces import Namespaces
-from kvtier.tiers import Outgoing
-from kvtier.tiers.data import WRITERS
-from kvtier.tiers.ssd import Ssd
+from kvtier.format.block import digest
+from kvtier.store.namespaces import Namespaces
+from kvtier.tiers.ssd.data_file import WRITERS
+from kvtier.tiers.ssd.ssd import Ssd
+from kvtier.tiers.tier import Outgoing
 
 
 class Copy(Contestant):
@@ -59,7 +59,9 @@ class Kvtier(Contestant):
         assert len(views) == self.field.batch, f"{len(views)} blocks: {blocks.reason}"
 
     def warm(self) -> None:
-        for _ in range(5):  # the arena is full then: what is measured evicts, and every slot has been touched by this client
+        for _ in range(
+            5
+        ):  # the arena is full then: what is measured evicts, and every slot has been touched by this client
             super().warm()
 
 
@@ -85,19 +87,26 @@ class KvtierSsd(Contestant):
     def put(self, i: int) -> None:
         slots = self.slots[0][i * self.field.batch : (i + 1) * self.field.batch]
         keys, nbytes = self.blocks.renamed(slots), self.blocks.nbytes
-        out = [Outgoing(key, self.blocks.namespace, slot, nbytes, digest(slot[:nbytes])) for key, slot in zip(keys, slots, strict=True)]
+        out = [
+            Outgoing(key, self.blocks.namespace, slot, nbytes, digest(slot[:nbytes]))
+            for key, slot in zip(keys, slots, strict=True)
+        ]
         assert all(self.tier.write(out)), self.tier.gauges()
         self.keys[i] = keys
 
     def get(self, i: int) -> None:
         keys, slots = self.keys[i], self.slots[1][i * self.field.batch : (i + 1) * self.field.batch]
         shares = [range(first, len(keys), WRITERS) for first in range(WRITERS)]
-        list(self.pool.map(lambda share: [self.tier.read(keys[n], slots[n], self.blocks.nbytes) for n in share], shares))
+        list(
+            self.pool.map(lambda share: [self.tier.read(keys[n], slots[n], self.blocks.nbytes) for n in share], shares)
+        )
 
     def check(self) -> None:
         for i in range(self.field.batches):  # `read` compares every checksum; here that it is the block that was put
             self.get(i)
-            for put, got in zip(*(half[i * self.field.batch : (i + 1) * self.field.batch] for half in self.slots), strict=True):
+            for put, got in zip(
+                *(half[i * self.field.batch : (i + 1) * self.field.batch] for half in self.slots), strict=True
+            ):
                 assert put[: self.blocks.nbytes] == got[: self.blocks.nbytes], "other bytes came back than were put"
 
 
@@ -119,7 +128,12 @@ class RedisPy(Contestant):
         self.names: list[list[bytes]] = [[] for _ in range(field.batches)]
         self.old: list[bytes] = []
         self.numbers = count()
-        self.verbs = {"put": self.put, "put pipelined": self.put_pipelined, "get": self.get, "get pipelined": self.get_pipelined}
+        self.verbs = {
+            "put": self.put,
+            "put pipelined": self.put_pipelined,
+            "get": self.get,
+            "get pipelined": self.get_pipelined,
+        }
 
     def room(self) -> None:
         if self.old:

@@ -18,10 +18,10 @@ from bench.live import BATCH, DEADLINE, Live, arena_for, fresh, measure_calls
 from bench.marks import MARKS
 from bench.pools import Bytes, endless, pool_bytes, private, shared
 from bench.report import Report
-from kvtier.client import Fill, Lease
-from kvtier.frames import Verb
-from kvtier.layout import HEADER_BYTES
-from kvtier.v1 import kvtier_pb2 as pb
+from kvtier.client.api import Fill, Lease
+from kvtier.format.layout import HEADER_BYTES
+from kvtier.protocol.frames import Verb
+from kvtier.protocol.v1 import kvtier_pb2 as pb
 
 
 class Copier:
@@ -30,7 +30,11 @@ class Copier:
     def __init__(self, live: Live, empty: EmptyLane, size: int, quick: bool) -> None:
         nblocks = pool_bytes(quick, BATCH * size) // size // BATCH * BATCH
         self.live = live
-        self.source, self.target, self.mapped = private(nblocks, size, fill=True), private(nblocks, size), shared(nblocks, size)
+        self.source, self.target, self.mapped = (
+            private(nblocks, size, fill=True),
+            private(nblocks, size),
+            shared(nblocks, size),
+        )
         self.recent: deque[tuple[bytes, range]] = deque(maxlen=nblocks // BATCH)
         self.puts, self.ins, self.outs = (endless(nblocks, BATCH) for _ in range(3))
         self.turn = 0
@@ -78,7 +82,9 @@ class Copier:
         for _ in range(len(self.recent)):
             self.get()
         for _, blocks in self.recent:
-            assert all(np.array_equal(self.source[i], self.target[i]) for i in blocks), "the store gave back other bytes than were put"
+            assert all(np.array_equal(self.source[i], self.target[i]) for i in blocks), (
+                "the store gave back other bytes than were put"
+            )
 
 
 def pipelined(copier: Copier, nbatches: int, read: bool) -> Callable[[], None]:
@@ -86,7 +92,11 @@ def pipelined(copier: Copier, nbatches: int, read: bool) -> Callable[[], None]:
     client, namespace = copier.live.client, copier.live.namespace
 
     def open_(hashes: bytes) -> tuple[Lease | Fill, list[Bytes | None]]:
-        held = client.lease(namespace, hashes, deadline=DEADLINE) if read else client.fill(namespace, hashes, deadline=DEADLINE)
+        held = (
+            client.lease(namespace, hashes, deadline=DEADLINE)
+            if read
+            else client.fill(namespace, hashes, deadline=DEADLINE)
+        )
         return held, list(held.__enter__())
 
     def close(held: Lease | Fill) -> None:
@@ -95,7 +105,9 @@ def pipelined(copier: Copier, nbatches: int, read: bool) -> Callable[[], None]:
             assert held.sealed == BATCH, f"{held.sealed} of {BATCH} blocks were put: {held.reason}"
 
     def run() -> None:
-        work = [copier.recent[i % len(copier.recent)] if read else (fresh(), next(copier.puts)) for i in range(nbatches)]
+        work = [
+            copier.recent[i % len(copier.recent)] if read else (fresh(), next(copier.puts)) for i in range(nbatches)
+        ]
         with ThreadPoolExecutor(1) as control:
             ahead = deque(control.submit(open_, hashes) for hashes, _ in work[:2])
             closed = []
@@ -131,7 +143,9 @@ def split_calls(copier: Copier, nbatches: int, read: bool) -> Callable[[], None]
         return keys.id
 
     def run() -> None:
-        work = [copier.recent[i % len(copier.recent)] if read else (fresh(), next(copier.puts)) for i in range(nbatches)]
+        work = [
+            copier.recent[i % len(copier.recent)] if read else (fresh(), next(copier.puts)) for i in range(nbatches)
+        ]
         following = open_(work[0][0])
         for n, (_, blocks) in enumerate(work):
             id_, offsets = following, pb.Slots.FromString(opener.answer()).offset
@@ -163,8 +177,12 @@ def copy(report: Report, quick: bool) -> None:
             for _ in range(4 * nbatches):  # the client's first touch of each slot is not what is measured
                 copier.put()
             watch = {"daemon": live.pid}
-            puts = interleave({"put": copier.put, "empty": copier.empty_put, "copy": copier.copy_in}, Effort.of(quick), watch)
-            gets = interleave({"get": copier.get, "empty": copier.empty_get, "copy": copier.copy_out}, Effort.of(quick), watch)
+            puts = interleave(
+                {"put": copier.put, "empty": copier.empty_put, "copy": copier.copy_in}, Effort.of(quick), watch
+            )
+            gets = interleave(
+                {"get": copier.get, "empty": copier.empty_get, "copy": copier.copy_out}, Effort.of(quick), watch
+            )
             copier.check()
             _copy_rows(report, size, "put", puts)
             _copy_rows(report, size, "get", gets)
@@ -181,7 +199,11 @@ def _in_flight_rows(report: Report, copier: Copier, nbatches: int, effort: Effor
             "copy": _times(plain, nbatches),
         }
         done = interleave(phases, effort, {"daemon": copier.live.pid})
-        for name, what in (("one", "one batch in flight"), ("thread", "two batches in flight"), ("split", "two in flight, raw split calls")):
+        for name, what in (
+            ("one", "one batch in flight"),
+            ("thread", "two batches in flight"),
+            ("split", "two in flight, raw split calls"),
+        ):
             report.share(f"{verb} 1024 KiB, {what}", "share of np.copyto", ratios(done[name], done["copy"]))
         copier.check()
 
@@ -198,7 +220,9 @@ def _copy_rows(report: Report, size: int, verb: str, done: dict[str, Phase]) -> 
     case = f"{verb} {size // KiB} KiB"
     gigabytes = BATCH * size / 1e9
     lane, empty, plain = done[verb], done["empty"], done["copy"]
-    report.add(case, "speed, 32 blocks a call", lane.rate * gigabytes, "GB/s", empty.rate * gigabytes, ratios(lane, empty))
+    report.add(
+        case, "speed, 32 blocks a call", lane.rate * gigabytes, "GB/s", empty.rate * gigabytes, ratios(lane, empty)
+    )
     report.share(case, "share of copies in an empty pair", ratios(lane, empty), MARKS.get(case))
     report.share(case, "share of np.copyto", ratios(lane, plain))
     report.share(case, "empty pair's share of np.copyto", ratios(empty, plain))

@@ -44,7 +44,12 @@ class Worker:
     """One process. A context manager: leaving it ends the process. `ready` is what it said of itself. Not thread-safe."""
 
     def __init__(
-        self, arguments: Sequence[str], *, python: str = sys.executable, environment: Mapping[str, str] | None = None, deadline: float = 120.0
+        self,
+        arguments: Sequence[str],
+        *,
+        python: str = sys.executable,
+        environment: Mapping[str, str] | None = None,
+        deadline: float = 120.0,
     ) -> None:
         self.arguments, self.deadline = [python, *arguments], deadline
         self.environment = {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}

@@ -16,7 +16,7 @@ from bench.crew import Handlers, serve
 from bench.harness import now
 from bench.live import BATCH, DEADLINE, description, fresh
 from bench.pools import private
-from kvtier.client import Client
+from kvtier.client.api import Client
 
 KEPT = 4  # batches that it reads in turn
 

@@ -27,7 +27,21 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 DOCUMENTS = ("README.md", "docs/benchmarks.md")
 MARKER = re.compile(r"<!-- (table|fig) (.*?) -->(.*?)<!-- end -->", re.DOTALL)
-COLUMNS = ("file", "commit", "date", "machine", "command", "case", "metric", "value", "unit", "ceiling", "ratio", "mark", "met")
+COLUMNS = (
+    "file",
+    "commit",
+    "date",
+    "machine",
+    "command",
+    "case",
+    "metric",
+    "value",
+    "unit",
+    "ceiling",
+    "ratio",
+    "mark",
+    "met",
+)
 Kept = dict[str, Any]
 
 
@@ -57,7 +71,11 @@ def machine(result: Kept) -> str:
 
 def origin(result: Kept) -> str:
     """Where the figures come from: the line above a table."""
-    when = ", ".join(part for part in (result.get("date", "")[:10], f"commit {result['commit']}" if "commit" in result else "") if part)
+    when = ", ".join(
+        part
+        for part in (result.get("date", "")[:10], f"commit {result['commit']}" if "commit" in result else "")
+        if part
+    )
     return f"`{result['command']}`: {machine(result)}, load {result['machine']['load_1m']:.1f} at the start{f'; {when}' if when else ''}."
 
 
@@ -90,9 +108,14 @@ def matching(name: str, case: str, metrics: Sequence[str]) -> list[dict[str, Any
 def marks(name: str) -> str:
     """The table of marks, with its last line."""
     result = kept(name)
-    lines = [(m["case"], m["metric"], number(m["value"]), f"{m['sign']} {m['mark']:g}", "met" if m["met"] else "**missed**") for m in result["marks"]]
+    lines = [
+        (m["case"], m["metric"], number(m["value"]), f"{m['sign']} {m['mark']:g}", "met" if m["met"] else "**missed**")
+        for m in result["marks"]
+    ]
     met = sum(m["met"] for m in result["marks"])
-    return f"{origin(result)} {met} of {len(lines)} marks are met.\n\n" + table(("case", "figure", "measured", "mark", ""), lines)
+    return f"{origin(result)} {met} of {len(lines)} marks are met.\n\n" + table(
+        ("case", "figure", "measured", "mark", ""), lines
+    )
 
 
 def rows(name: str, case: str, *metrics: str) -> str:
@@ -102,7 +125,16 @@ def rows(name: str, case: str, *metrics: str) -> str:
     for row in matching(name, case, metrics or ("*",)):
         low, high = (spread.get((row["case"], f"{row['metric']}, p{p} of the ratio")) for p in (10, 90))
         between = f"{number(low)} to {number(high)}" if low is not None else ""
-        lines.append((row["case"], row["metric"], f"{number(row['value'])} {row['unit']}", number(row["ceiling"]), number(row["ratio"]), between))
+        lines.append(
+            (
+                row["case"],
+                row["metric"],
+                f"{number(row['value'])} {row['unit']}",
+                number(row["ceiling"]),
+                number(row["ratio"]),
+                between,
+            )
+        )
     return table(("case", "figure", "measured", "ceiling", "ratio", "p10 to p90"), lines)
 
 
@@ -159,14 +191,22 @@ def exported() -> str:
             mark = judged.get((row["case"], row["metric"]))
             verdict = (f"{mark['sign']} {mark['mark']:g}", "yes" if mark["met"] else "no") if mark else ("", "")
             about = (path.stem, result.get("commit", ""), result.get("date", ""), machine(result), result["command"])
-            writer.writerow([*about, *(row[name] for name in ("case", "metric", "value", "unit", "ceiling", "ratio")), *verdict])
+            writer.writerow(
+                [*about, *(row[name] for name in ("case", "metric", "value", "unit", "ceiling", "ratio")), *verdict]
+            )
     return out.getvalue()
 
 
 def stale() -> list[str]:
     """Files that are not what the results make of them."""
-    texts = {ROOT / name: render((ROOT / name).read_text("utf-8")) for name in DOCUMENTS} | {RESULTS / "rows.csv": exported()}
-    return [path.relative_to(ROOT).as_posix() for path, text in texts.items() if not path.exists() or path.read_text("utf-8") != text]
+    texts = {ROOT / name: render((ROOT / name).read_text("utf-8")) for name in DOCUMENTS} | {
+        RESULTS / "rows.csv": exported()
+    }
+    return [
+        path.relative_to(ROOT).as_posix()
+        for path, text in texts.items()
+        if not path.exists() or path.read_text("utf-8") != text
+    ]
 
 
 def main(arguments: Sequence[str]) -> int:

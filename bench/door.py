@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 
-os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # else a child of this process may abort before it runs (docs/transports.md)
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = (
+    "0"  # else a child of this process may abort before it runs (docs/transports.md)
+)
 
 import shutil
 import socket
@@ -30,8 +32,8 @@ from bench.pki import Authority
 from bench.pools import endless, pool_bytes, private
 from bench.report import Report
 from bench.stream import Stream
-from kvtier.access import issue
-from kvtier.client import Client
+from kvtier.client.api import Client
+from kvtier.server.access import issue
 
 SIZES = (1 * MiB, 4 * MiB)
 
@@ -96,7 +98,13 @@ def doors(directory: Path) -> tuple[list[str], Callable[[Path], dict[str, Client
     authority = Authority(directory)
     cert, key = authority.issue("server")
     port = free_port()
-    arguments = [f"--token-file={tokens}", f"--tls-cert={cert}", f"--tls-key={key}", f"--grpc=127.0.0.1:{port}", f"--grpc=unix:{directory}/door.sock"]
+    arguments = [
+        f"--token-file={tokens}",
+        f"--tls-cert={cert}",
+        f"--tls-key={key}",
+        f"--grpc=127.0.0.1:{port}",
+        f"--grpc=unix:{directory}/door.sock",
+    ]
 
     def clients(lane: Path) -> dict[str, Client]:
         return {
@@ -147,7 +155,14 @@ def _rows(report: Report, size: int, verb: str, call: int, done: dict[str, Phase
     for name, phase in done.items():
         case = f"{verb} {size // KiB} KiB, {name}"
         server = "plain" if name == "plain socket" else "daemon"
-        report.add(case, f"speed, {call // MiB} MiB a call", phase.rate * gigabytes, "GB/s", plain.rate * gigabytes, ratios(phase, plain))
+        report.add(
+            case,
+            f"speed, {call // MiB} MiB a call",
+            phase.rate * gigabytes,
+            "GB/s",
+            plain.rate * gigabytes,
+            ratios(phase, plain),
+        )
         report.add(case, "CPU of both", (phase.cpu_per_call("client") + phase.cpu_per_call(server)) / gigabytes, "s/GB")
         report.add(case, "CPU of the server", phase.cpu_per_call(server) / gigabytes, "s/GB")
         report.add(case, "worst call", phase.worst * 1e3, "ms", plain.worst * 1e3, phase.worst / plain.worst)

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 
 from bench.harness import Child
-from kvtier.frames import HEADER, MAX_BODY, pack, set_timeouts
+from kvtier.protocol.frames import HEADER, MAX_BODY, pack, set_timeouts
 
 MAX_FRAME = MAX_BODY + HEADER.size
 TIMEOUT = struct.Struct("ll")
@@ -44,7 +44,10 @@ class Options:
     @classmethod
     def of(cls, sock: socket.socket) -> Options:
         """Those of a live socket."""
-        kernel = (sock.getsockopt(socket.SOL_SOCKET, option, TIMEOUT.size) for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO))
+        kernel = (
+            sock.getsockopt(socket.SOL_SOCKET, option, TIMEOUT.size)
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO)
+        )
         return cls(sock.gettimeout(), *kernel)
 
     def apply(self, sock: socket.socket) -> None:
@@ -90,7 +93,9 @@ class EmptyLane:
         self.buffer = memoryview(bytearray(MAX_FRAME))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.sock.close()
         self.server.stop()
         self.directory.cleanup()

@@ -20,7 +20,7 @@ from bench.crowd import wait_mapped
 from bench.harness import now
 from bench.live import description
 from bench.pools import Bytes, private
-from kvtier.client import Client
+from kvtier.client.api import Client
 
 LOOKUP, LOAD, SAVE = 1.0, 2.0, 2.0  # deadlines: longer than an engine's, so that a slow answer is measured and no miss
 MOST = 2048  # blocks of one request
@@ -40,7 +40,9 @@ class Engine:
         """The content hashes of a request."""
         for block in blocks:
             if block not in self.names:
-                self.names[block] = b"".join(blake2b(b"%d/%d" % (block, part), digest_size=32).digest() for part in range(self.parts))
+                self.names[block] = b"".join(
+                    blake2b(b"%d/%d" % (block, part), digest_size=32).digest() for part in range(self.parts)
+                )
         return b"".join(self.names[block] for block in blocks)
 
     def body(self, name: bytes) -> Bytes:

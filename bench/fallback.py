@@ -20,7 +20,9 @@ import typer
 try:
     import torch
 except ImportError:
-    raise SystemExit("bench.fallback needs torch: say make venv-torch, then .venv-torch/bin/python -m bench.fallback") from None
+    raise SystemExit(
+        "bench.fallback needs torch: say make venv-torch, then .venv-torch/bin/python -m bench.fallback"
+    ) from None
 from kvtier_kernels.reference import Tile, attention, dequantize, quantize
 
 from bench.harness import Effort, end_cleanly, interleave, ratios
@@ -61,10 +63,14 @@ class Layer:
 
     def __init__(self, blocks: int) -> None:
         generator = torch.Generator().manual_seed(1)
-        self.native = [[torch.randn(HEADS, TOKENS, WIDTH, generator=generator).bfloat16() for _ in "kv"] for _ in range(blocks)]
+        self.native = [
+            [torch.randn(HEADS, TOKENS, WIDTH, generator=generator).bfloat16() for _ in "kv"] for _ in range(blocks)
+        ]
         self.fp8 = [[quantize(part, "block-head") for part in block] for block in self.native]
         self.pages = [[torch.empty_like(part) for part in block] for block in self.native]
-        self.fp8_pages = [[(torch.empty_like(part.codes), torch.empty_like(part.scales)) for part in block] for block in self.fp8]
+        self.fp8_pages = [
+            [(torch.empty_like(part.codes), torch.empty_like(part.scales)) for part in block] for block in self.fp8
+        ]
         self.query = torch.randn(HEADS * GROUP, 1, WIDTH, generator=generator)
         self.blocks = blocks
 
@@ -85,7 +91,10 @@ class Layer:
                 page.copy_(part)
 
     def attend_fp8(self) -> torch.Tensor:
-        tiles = [Tile(k, v, ks, vs, "block-head", "block-head", start=i * TOKENS) for i, ((k, ks), (v, vs)) in enumerate(self.fp8_pages)]
+        tiles = [
+            Tile(k, v, ks, vs, "block-head", "block-head", start=i * TOKENS)
+            for i, ((k, ks), (v, vs)) in enumerate(self.fp8_pages)
+        ]
         return attention(self.query, tiles, start=self.blocks * TOKENS).output
 
     def attend_native(self) -> torch.Tensor:
@@ -97,7 +106,11 @@ def measured(report: Report, quick: bool) -> None:
     """One layer on this CPU."""
     torch.set_num_threads(1)
     layer = Layer(4 if quick else 64)
-    restores: dict[str, Callable[[], object]] = {"FP8": layer.restore_fp8, "expand": layer.restore_expand, "native": layer.restore_native}
+    restores: dict[str, Callable[[], object]] = {
+        "FP8": layer.restore_fp8,
+        "expand": layer.restore_expand,
+        "native": layer.restore_native,
+    }
     moved = interleave(restores, Effort.of(quick, 15, 0.06))
     layer.restore_fp8()
     layer.restore_expand()

@@ -112,7 +112,9 @@ class Effort:
         return cls(2, 0.005) if quick else cls(trials, seconds)
 
 
-def interleave(phases: Mapping[str, Callable[[], object]], effort: Effort, watch: Mapping[str, int] | None = None) -> dict[str, Phase]:
+def interleave(
+    phases: Mapping[str, Callable[[], object]], effort: Effort, watch: Mapping[str, int] | None = None
+) -> dict[str, Phase]:
     """Time the phases in turns. Each phase is a function that makes one call (a batch, a copy, a pair of calls).
 
     A window repeats its phase until `effort.seconds` are over, so every window is long enough whatever the machine does. `watch` names processes
@@ -160,7 +162,9 @@ def _cpu(watch: Mapping[str, int]) -> dict[str, float]:
 def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
     """A bar on stderr; yields the function that moves it by one. Drawn only when it moves: no thread of ours runs inside a window."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True, disable=not sys.stderr.isatty()) as bar:
+    with Progress(
+        *columns, console=Console(stderr=True), auto_refresh=False, transient=True, disable=not sys.stderr.isatty()
+    ) as bar:
         task = bar.add_task(what, total=total)
 
         def tick() -> None:
@@ -211,7 +215,11 @@ def placements() -> list[tuple[str, set[int], set[int]]]:
     everywhere = set(cores)
     if len(cores) < 2:
         return [("", everywhere, everywhere)]
-    return [("", everywhere, everywhere), (", a core each", {cores[0]}, {cores[1]}), (", one core", {cores[0]}, {cores[0]})]
+    return [
+        ("", everywhere, everywhere),
+        (", a core each", {cores[0]}, {cores[1]}),
+        (", one core", {cores[0]}, {cores[0]}),
+    ]
 
 
 def _pin(pid: int, cores: set[int]) -> None:
@@ -231,7 +239,12 @@ class Child:
 
     def __enter__(self) -> Self:
         self.process = subprocess.Popen(
-            self.arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, cwd=ROOT, preexec_fn=_die_with_parent, start_new_session=True
+            self.arguments,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+            preexec_fn=_die_with_parent,
+            start_new_session=True,
         )
         try:
             self._wait_ready()
@@ -249,7 +262,9 @@ class Child:
                 raise RuntimeError(f"{shlex.join(self.arguments)} was not ready within {self.deadline:.0f} s")
             byte = os.read(self.process.stdout.fileno(), 1)
             if not byte:
-                raise RuntimeError(f"{shlex.join(self.arguments)} ended with {self.process.wait(self.deadline)} before it was ready")
+                raise RuntimeError(
+                    f"{shlex.join(self.arguments)} ended with {self.process.wait(self.deadline)} before it was ready"
+                )
             said += byte
         if not said.startswith(b"ready"):
             raise RuntimeError(f"{shlex.join(self.arguments)} said {said!r} instead of ready")
@@ -270,7 +285,9 @@ class Child:
         if self.process.stdout is not None:
             self.process.stdout.close()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.stop()
 
 

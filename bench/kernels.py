@@ -33,7 +33,7 @@ import torch
 from bench.harness import median
 from bench.report import Report
 from bench.roofline import MODELS, Model
-from kvtier import layout
+from kvtier.format import layout
 
 CASES = ("decode", "prefill", "move", "link")
 BEYOND_CACHE = 512 << 20  # bytes that one variant's layers have together at least
@@ -89,7 +89,9 @@ def make_caches(model: Model, batch: int, context: int, dry: bool) -> tuple[list
     made: list[list[Any]] = [[], []]
     for fp8 in (0, 1):
         for _ in range(count):
-            kv = torch.randn(pages, heads, PAGE, 2 * width, device=DEVICE, dtype=torch.float32 if not CUDA else torch.bfloat16).bfloat16()
+            kv = torch.randn(
+                pages, heads, PAGE, 2 * width, device=DEVICE, dtype=torch.float32 if not CUDA else torch.bfloat16
+            ).bfloat16()
             flags = torch.full((pages,), fp8, dtype=torch.uint8, device=DEVICE)
             cache = paged.interleaved(kv, width, flags, ("block-head", "block-head"))
             if fp8:  # what restore leaves behind: any codes but NaN, and scales that make them about as large as the native elements
@@ -106,10 +108,14 @@ def bench_check(report: Report, bench: Bench) -> None:
     from kvtier_kernels import selftest
 
     for width in sorted({model.width for model in MODELS}):
-        reasons = {name: reason for name, reason in selftest.run(DEVICE, width, PAGE, "block-head").reasons.items() if reason}
+        reasons = {
+            name: reason for name, reason in selftest.run(DEVICE, width, PAGE, "block-head").reasons.items() if reason
+        }
         for name, reason in reasons.items():
             print(f"self-test, head dim {width}, {name}: {reason}")
-        report.add("self-test", f"head dim {width}, kernels that must not be used", len(reasons), "kernels", mark=("<=", 0))
+        report.add(
+            "self-test", f"head dim {width}, kernels that must not be used", len(reasons), "kernels", mark=("<=", 0)
+        )
 
 
 def bench_decode(report: Report, bench: Bench) -> None:
@@ -121,19 +127,35 @@ def bench_decode(report: Report, bench: Bench) -> None:
             if bench.late():
                 return
             native, fp8, table = make_caches(model, batch, context, bench.dry)
-            q = torch.randn(batch, 4 if bench.dry and model.q_heads == model.kv_heads else model.q_heads, model.width, device=DEVICE).bfloat16()
+            q = torch.randn(
+                batch, 4 if bench.dry and model.q_heads == model.kv_heads else model.q_heads, model.width, device=DEVICE
+            ).bfloat16()
             lengths = torch.full((batch,), context, dtype=torch.int32, device=DEVICE)
 
             def over(
-                caches: list[Any], q: torch.Tensor = q, table: torch.Tensor = table, lengths: torch.Tensor = lengths, most: int = context
+                caches: list[Any],
+                q: torch.Tensor = q,
+                table: torch.Tensor = table,
+                lengths: torch.Tensor = lengths,
+                most: int = context,
             ) -> Run:
                 return lambda i: decode(q, caches[i % len(caches)], table, lengths, most)
 
             times = bench.turns({"BF16 pages": over(native), "FP8 pages": over(fp8)})
             case = f"decode, {model.name}, batch {batch}, {context:,} tokens"
-            for name, nbytes in (("BF16 pages", model.token_bytes(None)), ("FP8 pages", model.token_bytes("block-head", PAGE))):
+            for name, nbytes in (
+                ("BF16 pages", model.token_bytes(None)),
+                ("FP8 pages", model.token_bytes("block-head", PAGE)),
+            ):
                 # What is read runs at most at the rate a copy reads: a copy's rate counts both directions.
-                report.add(case, name, times[name] * 1e6, "us", batch * context * nbytes / rate * 1e6, batch * context * nbytes / rate / times[name])
+                report.add(
+                    case,
+                    name,
+                    times[name] * 1e6,
+                    "us",
+                    batch * context * nbytes / rate * 1e6,
+                    batch * context * nbytes / rate / times[name],
+                )
             report.add(case, "FP8 to BF16", times["FP8 pages"] / times["BF16 pages"], "ratio", mark=("<=", 0.6))
 
 
@@ -158,18 +180,23 @@ def bench_prefill(report: Report, bench: Bench) -> None:
         times = bench.turns(variants)
         flop = 4 * model.q_heads * model.width * (chunk * (context - chunk) + chunk * (chunk + 1) // 2)
         for name, seconds in times.items():
-            report.add(f"prefill, {model.name}, {chunk:,} of {context:,} tokens", name, flop / seconds / 1e12, "TFLOP/s")
+            report.add(
+                f"prefill, {model.name}, {chunk:,} of {context:,} tokens", name, flop / seconds / 1e12, "TFLOP/s"
+            )
 
 
 def model_plan(model: Model, tokens: int, dry: bool) -> tuple[Any, Any]:
     """The plan of a model's layers over caches of `tokens`, and the pages of its blocks."""
     from kvtier_kernels import paged
-    from kvtier_kernels.plan import plan
+    from kvtier_kernels.batch_plan import plan
 
     layers, pages = (2 if dry else model.layers), tokens // PAGE
     flags = torch.zeros(pages, dtype=torch.uint8, device=DEVICE)
     shape = (pages, model.kv_heads, PAGE, 2 * model.width)
-    caches = [paged.interleaved(torch.randn(shape, device=DEVICE).bfloat16(), model.width, flags, ("block-head",) * 2) for _ in range(layers)]
+    caches = [
+        paged.interleaved(torch.randn(shape, device=DEVICE).bfloat16(), model.width, flags, ("block-head",) * 2)
+        for _ in range(layers)
+    ]
     made = layout.attention(layers, model.kv_heads, model.width, engine_tokens=PAGE, granularity="block-head")
     return plan(made.extents(), caches), torch.randperm(pages, device=DEVICE)[:, None]
 
@@ -213,7 +240,7 @@ def bench_move(report: Report, bench: Bench) -> None:
 def bench_link(report: Report, bench: Bench) -> None:
     import mmap
 
-    from kvtier_kernels.transfer import Mover, Registered
+    from kvtier_kernels.transfer import BlockTransfer, RegisteredArena
 
     if bench.late():
         return
@@ -222,9 +249,9 @@ def bench_link(report: Report, bench: Bench) -> None:
     slot, size, count = made.extents.slot_bytes, made.extents.body_bytes, len(pages)
     memory = np.frombuffer(mmap.mmap(-1, slot * count), dtype=np.uint8)
     bodies = [memory[i * slot + 256 : i * slot + 256 + size] for i in range(count)]
-    registered, whole = Registered(memory, DEVICE), torch.zeros(slot * count, dtype=torch.uint8, device=DEVICE)
+    registered, whole = RegisteredArena(memory, DEVICE), torch.zeros(slot * count, dtype=torch.uint8, device=DEVICE)
     host = registered.tensor(memory)
-    mover = Mover(made, registered)
+    mover = BlockTransfer(made, registered)
 
     def awaited(ticket: Any) -> None:
         if not ticket.wait(60):
@@ -245,7 +272,12 @@ def bench_link(report: Report, bench: Bench) -> None:
     for name, ceiling in (("save", "copy to host"), ("load", "copy to device")):
         most = slot * count / times[ceiling]
         report.add(
-            f"link, {model.name}, {count} blocks", name, size * count / times[name] / 1e9, "GB/s", most / 1e9, size * count / times[name] / most
+            f"link, {model.name}, {count} blocks",
+            name,
+            size * count / times[name] / 1e9,
+            "GB/s",
+            most / 1e9,
+            size * count / times[name] / most,
         )
     registered.close()
 
@@ -268,8 +300,18 @@ def main() -> int:
     import triton  # after the interpreter was chosen
 
     report, bench, failed = Report("bench.kernels", sys.argv[1:]), Bench(arguments.seconds, arguments.dry_run), []
-    report.machine |= {"device": torch.cuda.get_device_name() if CUDA else "none", "torch": torch.__version__, "triton": triton.__version__}
-    for name, run in (("check", bench_check), ("decode", bench_decode), ("move", bench_move), ("link", bench_link), ("prefill", bench_prefill)):
+    report.machine |= {
+        "device": torch.cuda.get_device_name() if CUDA else "none",
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+    }
+    for name, run in (
+        ("check", bench_check),
+        ("decode", bench_decode),
+        ("move", bench_move),
+        ("link", bench_link),
+        ("prefill", bench_prefill),
+    ):
         if arguments.case not in (name, "all") and name != "check":
             continue
         try:
@@ -282,7 +324,9 @@ def main() -> int:
     if arguments.dry_run:
         with tempfile.TemporaryDirectory() as away:
             keep(report, Path(away, "rows.json"), Path(away, "rows.csv"))
-        print(f"dry run: {len(report.rows)} rows would have been kept; nothing was measured; failed: {', '.join(failed) or 'nothing'}")
+        print(
+            f"dry run: {len(report.rows)} rows would have been kept; nothing was measured; failed: {', '.join(failed) or 'nothing'}"
+        )
         return 1 if failed or not report.rows else 0
     print(report.machine)
     report.print()

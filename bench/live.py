@@ -22,15 +22,16 @@ from google.protobuf.message import Message
 
 from bench.empty import Frames, Options
 from bench.harness import Child, KiB, now, progress
-from kvtier.calls import Registered
-from kvtier.client import Client
-from kvtier.daemon.config import MIN_ARENA
-from kvtier.frames import HEADER, MAX_BODY, Verb, pack, receive
-from kvtier.identity import CHAIN, Description, HashScheme
-from kvtier.layout import HEADER_BYTES, SLOT_ALIGN, opaque, pad
-from kvtier.slabs import MIN_SLABS, SLAB_BYTES, Slabs
-from kvtier.v1 import kvtier_pb2 as pb
-from kvtier.wire import Wire
+from kvtier.client.answers import RegisteredNamespace
+from kvtier.client.api import Client
+from kvtier.client.unix_socket import UnixSocket
+from kvtier.format.identity import CHAIN, Description, HashScheme
+from kvtier.format.layout import HEADER_BYTES, SLOT_ALIGN, opaque, pad
+from kvtier.format.slots import MIN_SLABS, SLAB_BYTES
+from kvtier.protocol.frames import HEADER, MAX_BODY, Verb, pack, receive
+from kvtier.protocol.v1 import kvtier_pb2 as pb
+from kvtier.server.settings import MIN_ARENA
+from kvtier.store.slabs import Slabs
 
 BATCH = 32
 HASH = 32  # bytes of one content hash
@@ -45,7 +46,9 @@ def fresh(n: int = BATCH) -> bytes:
 
 def description(body_bytes: int) -> Description:
     """A namespace whose blocks are `body_bytes` of opaque bytes."""
-    return Description("benchmark", "0" * 40, opaque(body_bytes, "0" * 64, engine_tokens=16), HashScheme(CHAIN, "0", 16, nbytes=HASH))
+    return Description(
+        "benchmark", "0" * 40, opaque(body_bytes, "0" * 64, engine_tokens=16), HashScheme(CHAIN, "0", 16, nbytes=HASH)
+    )
 
 
 def slot_bytes(body_bytes: int) -> int:
@@ -83,7 +86,16 @@ class Live:
     def __enter__(self) -> Live:
         with ExitStack() as stack:
             self.path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-bench-"))) / "kvtier.sock"
-            arguments = ["-m", "kvtier.daemon", "--config", os.devnull, "--socket", str(self.path), "--arena-bytes", str(self.arena_bytes)]
+            arguments = [
+                "-m",
+                "kvtier.server",
+                "--config",
+                os.devnull,
+                "--socket",
+                str(self.path),
+                "--arena-bytes",
+                str(self.arena_bytes),
+            ]
             arguments += self.arguments
             self.pid = stack.enter_context(Child(arguments)).pid
             self.client = stack.enter_context(Client(f"unix:{self.path}"))
@@ -92,7 +104,9 @@ class Live:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._stack.close()
 
     def _wait_backed(self, deadline: float) -> None:
@@ -204,7 +218,9 @@ class Raw:
 
     def __init__(self, live: Live) -> None:
         self.attachment = live.client._connection.attach(DEADLINE)
-        self._socket = Wire(str(live.path), pb.HelloRequest(protocol=1, session=self.attachment.session), DEADLINE)
+        self._socket = UnixSocket(
+            str(live.path), pb.HelloRequest(protocol=1, session=self.attachment.session), DEADLINE
+        )
         self.sock = self._socket.sock
         self._buffer = memoryview(bytearray(HEADER.size + MAX_BODY))
         self.block_bytes = live.namespace.extents().block_bytes
@@ -214,7 +230,9 @@ class Raw:
     def keys(self, hashes: bytes, reserve: bool = False) -> pb.Keys:
         """A lease request, or a reserve request, with a fresh id."""
         size = self.block_bytes if reserve else 0
-        return pb.Keys(handle=self._handle, layer_hi=1, head_hi=1, id=next(self.attachment.ids), hashes=hashes, nbytes=size)
+        return pb.Keys(
+            handle=self._handle, layer_hi=1, head_hi=1, id=next(self.attachment.ids), hashes=hashes, nbytes=size
+        )
 
     def send(self, verb: Verb, message: Message) -> None:
         self.sock.sendall(pack(verb, 0, int(DEADLINE * 1000), message.SerializeToString()))
@@ -243,7 +261,7 @@ def measure_calls(live: Live) -> Calls:
         return Calls(*writing, measure(Verb.LEASE, keys), measure(Verb.RELEASE, pb.Held(id=keys.id)))
 
 
-def leases(client: Client, ns: Registered, hashes: bytes, seconds: int, what: str) -> list[float]:
+def leases(client: Client, ns: RegisteredNamespace, hashes: bytes, seconds: int, what: str) -> list[float]:
     """Seconds of each lease of all these blocks, made one after the other for so long. Every block must be in memory."""
     calls: list[float] = []
     with progress(what, seconds) as tick:

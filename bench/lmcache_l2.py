@@ -29,9 +29,9 @@ import typer
 
 from bench.harness import ROOT, Child, KiB, MiB, end_cleanly, median, now, percentile, progress, turns
 from bench.report import Report
-from kvtier.client import Client
-from kvtier.identity import CHAIN, Description, HashScheme, f32_hex
-from kvtier.layout import attention
+from kvtier.client.api import Client
+from kvtier.format.identity import CHAIN, Description, HashScheme, f32_hex
+from kvtier.format.layout import attention
 
 MODEL = "bench-model"  # what `lmcache bench l2` calls its model
 TIERS = ("kvtier", "fs", "fs_native", "resp")
@@ -61,7 +61,12 @@ class Bench:
             with self._emptied(tier, folder, number) as adapter:
                 said = f"--num-keys {SIZES[nbytes]} --data-size-kb {nbytes // KiB} --rounds {self.tasks} --warmup-rounds {WARM_UP}"
                 said += " --l1-align-bytes 4096 --no-skip-verify --lookup-max-hit-rate 1.0 --format json"
-                quiet = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1", "LMCACHE_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
+                quiet = {
+                    "LMCACHE_TRACK_USAGE": "false",
+                    "LMCACHE_DISABLE_BANNER": "1",
+                    "LMCACHE_LOG_LEVEL": "ERROR",
+                    "OMP_NUM_THREADS": "1",
+                }
                 done = subprocess.run(
                     [self.lmcache, "bench", "l2", "--l2-adapter", json.dumps(adapter), *said.split()],
                     env={**os.environ, **quiet, "PYTHONPATH": str(ROOT)},
@@ -84,7 +89,11 @@ class Bench:
             description = described(number)
             (folder / "model.json").write_bytes(description.canonical)
             params = {"namespaces": {MODEL: str(folder / "model.json")}, "socket": str(self.socket)}
-            loaded = {"module_path": "bench.lmcache_settled", "class_name": "Settled", "config_class_name": "KvtierL2AdapterConfig"}
+            loaded = {
+                "module_path": "bench.lmcache_settled",
+                "class_name": "Settled",
+                "config_class_name": "KvtierL2AdapterConfig",
+            }
             yield {"type": "plugin", **loaded, "adapter_params": params}
             with Client(f"unix:{self.socket}") as client:
                 for info in client.list_namespaces():
@@ -101,7 +110,9 @@ def described(number: int) -> Description:
     """A namespace that no round before has used."""
     scales = {f"0.{part}": f32_hex(0.05) * 8 for part in "kv"}
     layout = attention(1, 8, 128, engine_tokens=16)
-    return Description(MODEL, f"{number + 1:040x}", layout, HashScheme(CHAIN, "0", 16), rule="checkpoint", scales=scales)
+    return Description(
+        MODEL, f"{number + 1:040x}", layout, HashScheme(CHAIN, "0", 16), rule="checkpoint", scales=scales
+    )
 
 
 def figures(said: str, nbytes: int) -> dict[str, float]:
@@ -137,7 +148,9 @@ def redis_server(directory: Path) -> Iterator[int]:
         free.bind(("127.0.0.1", 0))
         port = int(free.getsockname()[1])
     said = f"--port {port} --bind 127.0.0.1 --dir {directory} --appendonly no --daemonize no"
-    process = subprocess.Popen([program, *said.split(), "--save", ""], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [program, *said.split(), "--save", ""], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    )
     try:
         end = now() + 30
         while True:
@@ -194,9 +207,18 @@ def judge(report: Report, found: dict[tuple[int, str, str], list[float]]) -> Non
             mark = (">=", MARKS[operation]) if nbytes in JUDGED else None
             report.share(case, "kvtier over the best of the others", against, mark)
             for tier in TIERS[1:]:
-                report.share(case, f"kvtier over {tier}", [ours / other for ours, other in zip(rates["kvtier"], rates[tier], strict=True)])
+                report.share(
+                    case,
+                    f"kvtier over {tier}",
+                    [ours / other for ours, other in zip(rates["kvtier"], rates[tier], strict=True)],
+                )
         for tier in TIERS:
-            report.add(f"lookup, {SIZES[nbytes]} objects of {size}", f"{tier}, median", 1e3 * median(found[nbytes, "lookup", tier]), "ms")
+            report.add(
+                f"lookup, {SIZES[nbytes]} objects of {size}",
+                f"{tier}, median",
+                1e3 * median(found[nbytes, "lookup", tier]),
+                "ms",
+            )
 
 
 def main(
@@ -219,13 +241,17 @@ def main(
     if not lmcache.exists():
         raise SystemExit("bench.lmcache_l2 needs LMCache: `make test-lmcache` makes its environment")
     report = Report("bench.lmcache_l2", arguments)
-    version = re.search(r"\d[\w.]*", subprocess.run(["redis-server", "--version"], capture_output=True, text=True, check=False).stdout)
+    version = re.search(
+        r"\d[\w.]*", subprocess.run(["redis-server", "--version"], capture_output=True, text=True, check=False).stdout
+    )
     report.machine |= {"redis": version[0] if version else "absent", "lmcache": "0.5.6"}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=directory)))
         port = stack.enter_context(redis_server(folder))
         path = folder / "kvtier.sock"
-        stack.enter_context(Child(["-m", "kvtier.daemon", "--socket", str(path), "--arena-bytes", ARENA, "--grpc", "off"]))
+        stack.enter_context(
+            Child(["-m", "kvtier.server", "--socket", str(path), "--arena-bytes", ARENA, "--grpc", "off"])
+        )
         wait_backed(path)
         bench = Bench(lmcache, folder, port, path, 2 if quick else TASKS)
         judge(report, measure(bench, 1 if quick else rounds))

@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from kvtier.connectors.lmcache.adapter import KvtierL2Adapter
-from kvtier.connectors.lmcache.settings import KvtierL2AdapterConfig
+from kvtier.connectors.lmcache.lmcache_settings import KvtierL2AdapterConfig
 
 WAIT = 60.0
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from kvtier import store
-from kvtier.daemon import cli
-from kvtier.order import Order
+from kvtier.server import main as server_main
+from kvtier.store import store
+from kvtier.store.order import Order
 
 
 def main() -> None:
     """Runs it."""
     order: Any = partial(Order, learns=False)
     store.Order = order  # type: ignore[misc]
-    cli.main()
+    server_main.main()
 
 
 if __name__ == "__main__":

@@ -35,7 +35,9 @@ def load(path: Path, most: int) -> list[Request]:
             try:
                 said = json.loads(line)
                 blocks = tuple(int(block) for block in said["hash_ids"])
-                found.append(Request(said["timestamp"] / 1000, int(said["input_length"]), int(said["output_length"]), blocks))
+                found.append(
+                    Request(said["timestamp"] / 1000, int(said["input_length"]), int(said["output_length"]), blocks)
+                )
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{path}, line {number}: {error!r:.100}") from None
     return found
@@ -65,7 +67,12 @@ class Maker:
 
 
 def _conversations(
-    make: Maker, n: int, every: float, begin: Callable[[float], tuple[tuple[int, ...], int]], grow: tuple[int, int], think: float
+    make: Maker,
+    n: int,
+    every: float,
+    begin: Callable[[float], tuple[tuple[int, ...], int]],
+    grow: tuple[int, int],
+    think: float,
 ) -> list[Request]:
     """`n` requests: conversations begin every `every` seconds and grow by some blocks (answer and next question) after a pause to think."""
     found: list[Request] = []
@@ -88,7 +95,14 @@ def short(n: int, seed: int = 1) -> list[Request]:
     """Chat: one of 8 system prompts of two blocks, a question of one or two; 1 to 8 turns a conversation."""
     make = Maker(seed)
     prompts = [make.fresh(2) for _ in range(8)]
-    return _conversations(make, n, 0.5, lambda _: (prompts[make.between(0, 7)] + make.fresh(make.between(1, 2)), make.between(1, 8)), (1, 2), 20)
+    return _conversations(
+        make,
+        n,
+        0.5,
+        lambda _: (prompts[make.between(0, 7)] + make.fresh(make.between(1, 2)), make.between(1, 8)),
+        (1, 2),
+        20,
+    )
 
 
 def long(n: int, seed: int = 2) -> list[Request]:

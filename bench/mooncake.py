@@ -28,7 +28,11 @@ from bench.crew import Handlers, Worker, die_with_parent, serve
 MiB, GiB = 2**20, 2**30
 SEGMENT = 2 * GiB
 PATIENCE = 60.0
-HOT_CACHE = {"MC_STORE_LOCAL_HOT_CACHE_SIZE": str(GiB), "MC_STORE_LOCAL_HOT_CACHE_USE_SHM": "1", "MC_STORE_LOCAL_HOT_ADMISSION_THRESHOLD": "1"}
+HOT_CACHE = {
+    "MC_STORE_LOCAL_HOT_CACHE_SIZE": str(GiB),
+    "MC_STORE_LOCAL_HOT_CACHE_USE_SHM": "1",
+    "MC_STORE_LOCAL_HOT_ADMISSION_THRESHOLD": "1",
+}
 
 
 def free_port() -> int:
@@ -43,7 +47,9 @@ def version() -> str:
 
 
 @contextmanager
-def program(name: str, port: int, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[bytes]]:
+def program(
+    name: str, port: int, arguments: Sequence[str], environment: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
     """One of the wheel's programs, until its port accepts connections."""
     import mooncake
 
@@ -82,7 +88,11 @@ class Store(Contestant):
 
     def __init__(self, field: Field) -> None:
         self.master = free_port()
-        arguments = [f"--rpc_port={self.master}", "--enable_http_metadata_server=false", f"--metrics_port={free_port()}"]
+        arguments = [
+            f"--rpc_port={self.master}",
+            "--enable_http_metadata_server=false",
+            f"--metrics_port={free_port()}",
+        ]
         arguments += ["--default_kv_lease_ttl=5000"]
         process = field.stack.enter_context(program("mooncake_master", self.master, arguments))
         self.servers = {"master": process.pid}
@@ -167,10 +177,17 @@ class Dummy(Store):
         from mooncake.store import MooncakeDistributedStore
 
         port = free_port()
-        arguments = ["--host=127.0.0.1", f"--global_segment_size={SEGMENT}", f"--master_server_address=127.0.0.1:{self.master}", f"--port={port}"]
+        arguments = [
+            "--host=127.0.0.1",
+            f"--global_segment_size={SEGMENT}",
+            f"--master_server_address=127.0.0.1:{self.master}",
+            f"--port={port}",
+        ]
         arguments += ["--metadata_server=P2PHANDSHAKE", "--protocol=tcp"]
         environment = {**HOT_CACHE, "MC_STORE_LOCAL_HOT_BLOCK_SIZE": str(field.size)}
-        self.servers["mooncake_client"] = field.stack.enter_context(program("mooncake_client", port, arguments, environment)).pid
+        self.servers["mooncake_client"] = field.stack.enter_context(
+            program("mooncake_client", port, arguments, environment)
+        ).pid
         store = MooncakeDistributedStore()
         pool = 2 * field.batches * field.batch * field.size + 64 * MiB
         answer = store.setup_dummy(pool, 128 * MiB, f"127.0.0.1:{port}")
@@ -192,7 +209,9 @@ class Dummy(Store):
 
     def look(self, i: int) -> None:
         found = self.store.batch_get_buffer(self.keys[i])
-        assert len(found) == self.field.batch and all(one is not None for one in found), "batch_get_buffer misses blocks"
+        assert len(found) == self.field.batch and all(one is not None for one in found), (
+            "batch_get_buffer misses blocks"
+        )
 
 
 def client(master: int, segment: int) -> Any:
@@ -200,7 +219,9 @@ def client(master: int, segment: int) -> Any:
     from mooncake.store import MooncakeDistributedStore
 
     store = MooncakeDistributedStore()
-    answer = store.setup(f"127.0.0.1:{free_port()}", "P2PHANDSHAKE", segment, 512 * MiB, "tcp", "", f"127.0.0.1:{master}")
+    answer = store.setup(
+        f"127.0.0.1:{free_port()}", "P2PHANDSHAKE", segment, 512 * MiB, "tcp", "", f"127.0.0.1:{master}"
+    )
     assert answer == 0, f"setup answers {answer}"
     return store
 

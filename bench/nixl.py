@@ -30,9 +30,15 @@ class PageCache(Contestant):
         field.stack.callback(os.close, self.fd)
         os.posix_fallocate(self.fd, 0, nbytes)
         regions = [(memory.ctypes.data, nbytes, 0, "") for memory in (self.source, self.target)]
-        self.registered = [self.agent.register_memory(regions, "DRAM"), self.agent.register_memory([(0, nbytes, self.fd, "")], "FILE")]
+        self.registered = [
+            self.agent.register_memory(regions, "DRAM"),
+            self.agent.register_memory([(0, nbytes, self.fd, "")], "FILE"),
+        ]
         field.stack.callback(lambda: [self.agent.deregister_memory(one) for one in self.registered])
-        self.verbs = {"put": lambda i: self.move("WRITE", self.source.ctypes.data, i), "get": lambda i: self.move("READ", self.target.ctypes.data, i)}
+        self.verbs = {
+            "put": lambda i: self.move("WRITE", self.source.ctypes.data, i),
+            "get": lambda i: self.move("READ", self.target.ctypes.data, i),
+        }
 
     def move(self, what: str, base: int, i: int) -> None:
         size = self.field.size

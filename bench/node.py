@@ -14,8 +14,8 @@ from bench.crew import Worker
 from bench.harness import Child, now
 from bench.live import DEADLINE, arena_for, slot_bytes
 from bench.mixes import Request
-from kvtier.client import Client
-from kvtier.slabs import Slabs
+from kvtier.client.api import Client
+from kvtier.store.slabs import Slabs
 
 CHUNK = 50  # requests that an engine is told at once
 
@@ -35,13 +35,33 @@ class Result:
 class Node:
     """A daemon with an arena of `blocks` blocks, perhaps an SSD tier of so many bytes, and engines. A context manager."""
 
-    def __init__(self, blocks: int, body_bytes: int, parts: int, where: Path, *, module: str = "kvtier.daemon", ssd_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        blocks: int,
+        body_bytes: int,
+        parts: int,
+        where: Path,
+        *,
+        module: str = "kvtier.server",
+        ssd_bytes: int = 0,
+    ) -> None:
         arena = arena_for(blocks, body_bytes)
         slabs = Slabs(arena)
         self.capacity = slabs.count * (slabs.slab_bytes // slot_bytes(body_bytes))
         self.body_bytes, self.parts, self.where = body_bytes, parts, where
         self.path = where / "kvtier.sock"
-        self.arguments = ["-m", module, "--config", os.devnull, "--socket", str(self.path), "--arena-bytes", str(arena), "--grpc", "off"]
+        self.arguments = [
+            "-m",
+            module,
+            "--config",
+            os.devnull,
+            "--socket",
+            str(self.path),
+            "--arena-bytes",
+            str(arena),
+            "--grpc",
+            "off",
+        ]
         self.arguments += ["--ssd", f"path={where}/ssd,size={ssd_bytes},free=0"] if ssd_bytes else []
         self.daemon: Child | None = None
         self.engines: list[Worker] = []
@@ -73,7 +93,9 @@ class Node:
     def settle(self) -> None:
         """Until the arena is memory and what was put is in the lower tier."""
         end = now() + 60
-        while (status := self.status())["arena_ready_bytes"] < status["arena_bytes"] or status.get("settle_queue_blocks", 0):
+        while (status := self.status())["arena_ready_bytes"] < status["arena_bytes"] or status.get(
+            "settle_queue_blocks", 0
+        ):
             if now() > end:
                 raise RuntimeError(f"the daemon did not settle within 60 s: {status}")
             time.sleep(0.02)
@@ -99,7 +121,9 @@ class Node:
             mine: list[Result | None] = [None] * len(chunk)
             for i, (engine, share) in enumerate(zip(self.engines, shares, strict=False)):
                 answers = engine.answer(300.0)
-                mine[i::engines] = [Result(len(r.blocks) * self.parts, *answer) for r, answer in zip(share, answers, strict=True)]
+                mine[i::engines] = [
+                    Result(len(r.blocks) * self.parts, *answer) for r, answer in zip(share, answers, strict=True)
+                ]
             found += [one for one in mine if one is not None]
             tick(len(chunk))
         return found

@@ -11,7 +11,7 @@ import time
 from contextlib import ExitStack
 
 from bench.live import BODY, description, fresh
-from kvtier.client import Client
+from kvtier.client.api import Client
 
 HOLDS = 100
 

@@ -12,7 +12,9 @@ class Authority:
     def __init__(self, directory: Path, name: str = "ca") -> None:
         self.directory, self.name = directory, name
         self.ca = directory / f"{name}.pem"
-        _openssl("req", "-x509", *_key(directory / f"{name}.key"), "-out", self.ca, "-subj", f"/CN={name}", "-days", "2")
+        _openssl(
+            "req", "-x509", *_key(directory / f"{name}.key"), "-out", self.ca, "-subj", f"/CN={name}", "-days", "2"
+        )
 
     def issue(self, name: str, *, hosts: str = "DNS:localhost,IP:127.0.0.1,IP:::1", days: int = 2) -> tuple[Path, Path]:
         """(certificate, key) for these hosts. Fewer than 0 days: it has expired."""

@@ -20,7 +20,21 @@ import typer
 
 from bench.copies import copy
 from bench.empty import EmptyLane
-from bench.harness import Effort, MiB, Phase, end_cleanly, interleave, median, memory, now, percentile, pinned, placements, progress, ratios
+from bench.harness import (
+    Effort,
+    MiB,
+    Phase,
+    end_cleanly,
+    interleave,
+    median,
+    memory,
+    now,
+    percentile,
+    pinned,
+    placements,
+    progress,
+    ratios,
+)
 from bench.live import BATCH, BODY, HASH, Calls, Live, Peer, arena_for, measure_calls
 from bench.marks import MARKS
 from bench.report import Report
@@ -33,7 +47,11 @@ def zerocopy(report: Report, quick: bool) -> None:
     with Live(arena_for(4096, BODY), BODY) as live, EmptyLane(live.options) as empty:
         hashes = live.fill(BATCH)
         calls = measure_calls(live)
-        phases = {"get": live.getter(hashes), "raw": live.raw_getter(hashes), "empty": empty.pair(calls.lease, calls.release)}
+        phases = {
+            "get": live.getter(hashes),
+            "raw": live.raw_getter(hashes),
+            "empty": empty.pair(calls.lease, calls.release),
+        }
         servers = (live.pid, empty.server.pid)
         for where, client_cores, server_cores in placements():
             with pinned(client_cores, *servers, cores=server_cores):
@@ -66,7 +84,15 @@ def batches(report: Report, quick: bool) -> None:
             done = interleave(phases, Effort.of(quick), {"daemon": live.pid})
             evicted = live.status()["evicted_blocks_total"] - before
             put, pair = done["put"], done["empty"]
-            report.add(case, "reserve + seal a second", put.rate, "1/s", pair.rate, ratios(put, pair), MARKS["batches a second"] if marked else None)
+            report.add(
+                case,
+                "reserve + seal a second",
+                put.rate,
+                "1/s",
+                pair.rate,
+                ratios(put, pair),
+                MARKS["batches a second"] if marked else None,
+            )
             report.share(case, "share of empty pairs", ratios(put, pair), MARKS["batches share"] if marked else None)
             report.add(case, "worst", put.worst * 1e3, "ms", pair.worst * 1e3, put.worst / pair.worst)
             report.add(case, "blocks evicted meanwhile", evicted, "blocks")
@@ -89,15 +115,27 @@ def million(report: Report, quick: bool) -> None:
     step, prefix = (500, 200) if quick else (1000, 1000)
     with Live(arena_for(64, BODY), BODY) as idle:
         baseline = memory(idle.pid)["RssAnon"]
-    with Live(arena_for(4_000, BODY), BODY) as small, Live(arena_for(known, BODY), BODY) as big, EmptyLane(big.options) as empty:
+    with (
+        Live(arena_for(4_000, BODY), BODY) as small,
+        Live(arena_for(known, BODY), BODY) as big,
+        EmptyLane(big.options) as empty,
+    ):
         calls = measure_calls(big)
         few = [small.fill(BATCH) for _ in range(1000 // BATCH)]
         many = big.fill_up(step)
         stored = big.status()["known_blocks"]
         report.add("million", "blocks known", stored, "blocks")
         anonymous = memory(big.pid)["RssAnon"]
-        report.add("million", "anonymous bytes a known block", (anonymous - baseline) / stored, "bytes", mark=MARKS["million bytes a block"])
-        report.add("million", "anonymous memory of the daemon", anonymous / MiB, "MiB", baseline / MiB, anonymous / baseline)
+        report.add(
+            "million",
+            "anonymous bytes a known block",
+            (anonymous - baseline) / stored,
+            "bytes",
+            mark=MARKS["million bytes a block"],
+        )
+        report.add(
+            "million", "anonymous memory of the daemon", anonymous / MiB, "MiB", baseline / MiB, anonymous / baseline
+        )
         order = random.Random(1)
         runs = [hashes[: prefix * HASH] for hashes in many]
         parts = [hashes[at * HASH : (at + BATCH) * HASH] for hashes in many for at in range(0, step - BATCH, step // 4)]
@@ -116,7 +154,9 @@ def million(report: Report, quick: bool) -> None:
 
 def _million_rows(report: Report, done: dict[str, Phase]) -> None:
     look, get, few, pair = (done[name] for name in ("lookup", "get of a million", "get of a thousand", "empty"))
-    report.add("million", "lookup of a prefix of 1,000, p50", look.p(50) * 1e3, "ms", pair.p(50) * 1e3, look.p(50) / pair.p(50))
+    report.add(
+        "million", "lookup of a prefix of 1,000, p50", look.p(50) * 1e3, "ms", pair.p(50) * 1e3, look.p(50) / pair.p(50)
+    )
     report.add(
         "million",
         "lookup of a prefix of 1,000, p99",
@@ -128,7 +168,13 @@ def _million_rows(report: Report, done: dict[str, Phase]) -> None:
     )
     report.add("million", "zero-copy get p50", get.p(50) * 1e6, "us", few.p(50) * 1e6, get.p(50) / few.p(50))
     report.add("million", "zero-copy get p99", get.p(99) * 1e6, "us", few.p(99) * 1e6, get.p(99) / few.p(99))
-    report.add("million", "zero-copy get p99 over that of a thousand", get.p(99) / few.p(99), "times", mark=MARKS["million zero-copy p99"])
+    report.add(
+        "million",
+        "zero-copy get p99 over that of a thousand",
+        get.p(99) / few.p(99),
+        "times",
+        mark=MARKS["million zero-copy p99"],
+    )
     report.add("million", "empty pair p99", pair.p(99) * 1e6, "us")
 
 
@@ -179,7 +225,10 @@ def beside(report: Report, quick: bool) -> None:
         alone = interleave(phases, effort)
         with Peer("lookups", live.path, hashes):
             shared_ = interleave(phases, effort)
-    for case, done, mark in (("zero-copy get alone", alone, None), ("zero-copy get beside lookups", shared_, MARKS["beside p99 ms"])):
+    for case, done, mark in (
+        ("zero-copy get alone", alone, None),
+        ("zero-copy get beside lookups", shared_, MARKS["beside p99 ms"]),
+    ):
         get, pair = done["get"], done["empty"]
         report.add(case, "p50", get.p(50) * 1e3, "ms", pair.p(50) * 1e3, get.p(50) / pair.p(50))
         report.add(case, "p99", get.p(99) * 1e3, "ms", pair.p(99) * 1e3, get.p(99) / pair.p(99), mark)
@@ -196,7 +245,9 @@ def killed(report: Report, quick: bool) -> None:
             for _ in range(rounds):
                 with Peer("holder", live.path, hashes) as holder:
                     held = live.status()
-                    assert held["reserved_blocks"] == 100 * BATCH and held["leased_blocks"] == BATCH, f"the holder holds {held}"
+                    assert held["reserved_blocks"] == 100 * BATCH and held["leased_blocks"] == BATCH, (
+                        f"the holder holds {held}"
+                    )
                     start = now()
                     os.kill(holder.pid, signal.SIGKILL)
                     while (status := live.status())["reserved_blocks"] or status["leased_blocks"]:

@@ -75,18 +75,32 @@ def scaling(pyplot: Any, out: Path) -> None:
 def trace(pyplot: Any, out: Path) -> None:
     """Two panels."""
     figure, (hits, engines) = pyplot.subplots(1, 2, figsize=(12, 4.2))
-    rows = [row for row in kept("trace")["rows"] if row["metric"] == "tokens from the store" and row["case"].count(", ") == 2]
+    rows = [
+        row
+        for row in kept("trace")["rows"]
+        if row["metric"] == "tokens from the store" and row["case"].count(", ") == 2
+    ]
     mixes = dict.fromkeys(row["case"].rsplit(", ", 2)[0] for row in rows)
     ratio = {row["case"]: row["ratio"] for row in rows}
     for n, name in enumerate(("BF16", "FP8")):
         for state, colour in (("cold", 0.9), ("warm", 0.5)):
             places = [i + 0.2 * (2 * n + (state == "warm")) for i in range(len(mixes))]
             heights = [ratio.get(f"{mix}, {name}, {state}", 0.0) for mix in mixes]
-            hits.bar(places, heights, 0.18, label=f"{name}, {state}", alpha=colour, color="#888888" if name == "BF16" else "#4878a8")
+            hits.bar(
+                places,
+                heights,
+                0.18,
+                label=f"{name}, {state}",
+                alpha=colour,
+                color="#888888" if name == "BF16" else "#4878a8",
+            )
     hits.set_xticks([i + 0.3 for i in range(len(mixes))], list(mixes))
     hits.set(title="share of the input's tokens from the store", ylim=(0, 1))
     hits.legend()
-    shown = {what: points("trace", r".*, FP8, (\d+) engines", what) for what in ("lookup, p50", "lookup, p99", "load, p50", "load, p99")}
+    shown = {
+        what: points("trace", r".*, FP8, (\d+) engines", what)
+        for what in ("lookup, p50", "lookup, p99", "load, p50", "load, p99")
+    }
     lines(engines, "the store's answers", ("engines at once", "ms"), shown, "x2")
     save(pyplot, figure, out / "trace.png")
 

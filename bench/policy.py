@@ -15,8 +15,8 @@ from typing import Annotated, Any
 import typer
 
 from bench.harness import ROOT, progress
-from kvtier import policy
-from kvtier.replay import POLICIES, SHARES, belady, distinct, hit_ratio, load
+from kvtier.cli.simulator import POLICIES, SHARES, belady, distinct, hit_ratio, load
+from kvtier.store import policy
 
 TRACES = ("conversation", "agents", "one_shot")
 Row = tuple[str, int, int, str, float, float]
@@ -35,7 +35,11 @@ def measure() -> list[Row]:
                 capacity = blocks * share // 100
                 for name in [*POLICIES, "belady"]:
                     began = time.process_time()
-                    ratio = belady(requests, capacity) if name == "belady" else hit_ratio(requests, POLICIES[name](capacity))
+                    ratio = (
+                        belady(requests, capacity)
+                        if name == "belady"
+                        else hit_ratio(requests, POLICIES[name](capacity))
+                    )
                     rows.append((trace, share, capacity, name, ratio, (time.process_time() - began) / touched * 1e6))
                     tick()
     return rows
@@ -70,12 +74,19 @@ def draw(rows: list[Row], path: Path) -> None:
 
 
 @app.command()
-def main(out: Annotated[Path, typer.Option(help="folder for policy.csv and policy.png")] = ROOT / "bench" / "results") -> None:
+def main(
+    out: Annotated[Path, typer.Option(help="folder for policy.csv and policy.png")] = ROOT / "bench" / "results",
+) -> None:
     """Replay all traces with all policies."""
     rows = measure()
     out.mkdir(parents=True, exist_ok=True)
-    lines = [f"# {shlex.join(['python', '-m', 'bench.policy', *sys.argv[1:]])}", "trace,percent,blocks,policy,hit_ratio,cpu_us_per_block"]
-    lines += [f"{trace},{share},{blocks},{name},{ratio:.4f},{cpu:.2f}" for trace, share, blocks, name, ratio, cpu in rows]
+    lines = [
+        f"# {shlex.join(['python', '-m', 'bench.policy', *sys.argv[1:]])}",
+        "trace,percent,blocks,policy,hit_ratio,cpu_us_per_block",
+    ]
+    lines += [
+        f"{trace},{share},{blocks},{name},{ratio:.4f},{cpu:.2f}" for trace, share, blocks, name, ratio, cpu in rows
+    ]
     (out / "policy.csv").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
     print(f"ghosts: {policy.GHOSTS * 8} bytes a block held; missed: {'; '.join(missed(rows)) or 'none'}")

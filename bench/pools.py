@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.harness import MiB, llc_bytes
-from kvtier.layout import HEADER_BYTES, SLOT_ALIGN, pad
+from kvtier.format.layout import HEADER_BYTES, SLOT_ALIGN, pad
 
 Bytes = NDArray[np.uint8]
 
@@ -57,7 +57,10 @@ def shared(nblocks: int, body_bytes: int) -> list[Bytes]:
     mapping = memfd(nblocks * slot_bytes)[0]
     populate(mapping, POPULATE_WRITE, threads=2)
     whole = np.frombuffer(mapping, np.uint8)
-    return [whole[start + HEADER_BYTES : start + HEADER_BYTES + body_bytes] for start in range(0, nblocks * slot_bytes, slot_bytes)]
+    return [
+        whole[start + HEADER_BYTES : start + HEADER_BYTES + body_bytes]
+        for start in range(0, nblocks * slot_bytes, slot_bytes)
+    ]
 
 
 def populate(mapping: mmap.mmap, advice: int, threads: int = 1, step: int = 64 * MiB) -> None:

@@ -20,18 +20,33 @@ import typer
 
 from bench.harness import ROOT, progress
 from kvtier.errors import Invalid
-from kvtier.workbench import texts
-from kvtier.workbench.quality import calibrate, compare, standard, subject, tasks, twin
-from kvtier.workbench.quality.data import Sample, digest
-from kvtier.workbench.quality.observe import Observer
-from kvtier.workbench.quality.schemes import Scheme
+from kvtier.quality import calibrate, compare, standard, subject, tasks, texts, twin
+from kvtier.quality.data import Sample, digest
+from kvtier.quality.observe import Observer
+from kvtier.quality.schemes import Scheme
 
 CALIBRATION = (8, 512)  # pieces, and tokens of each: half of them from each text
 FACTOR = 512  # of the twin
 # (twin?, length, sequences): the most telling cells first, as somebody may stop it.
 CELLS = ((True, 512, 3), (False, 4096, 1), (False, 2048, 1), (False, 512, 2), (True, 2048, 1), (True, 4096, 1))
-COSTLY = 2048  # from this length on, what was seen to differ from others by less than the interval at 512 tokens is left out
-COLUMNS = ("model", "text", "length", "sequences", "scheme", "native_ppl", "ppl", "kl", "kl_half", "kl_0_512", "kl_512_2048", "kl_2048_4096", "top1")
+COSTLY = (
+    2048  # from this length on, what was seen to differ from others by less than the interval at 512 tokens is left out
+)
+COLUMNS = (
+    "model",
+    "text",
+    "length",
+    "sequences",
+    "scheme",
+    "native_ppl",
+    "ppl",
+    "kl",
+    "kl_half",
+    "kl_0_512",
+    "kl_512_2048",
+    "kl_2048_4096",
+    "top1",
+)
 COLUMNS = (*COLUMNS, "top1_half", "clipped_share")
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -66,8 +81,18 @@ def row(model: str, text: str, length: int, result: compare.Result) -> dict[str,
     """One line of the CSV."""
     kl, top1 = result.over(result.kl), result.over(result.top1)
     assert kl is not None and top1 is not None
-    found: dict[str, Any] = {"model": model, "text": text, "length": length, "sequences": kl.sequences, "scheme": result.scheme.name}
-    found |= {"native_ppl": f"{result.native_perplexity:.4f}", "ppl": f"{result.perplexity:.4f}", "clipped_share": f"{result.clipped:.3g}"}
+    found: dict[str, Any] = {
+        "model": model,
+        "text": text,
+        "length": length,
+        "sequences": kl.sequences,
+        "scheme": result.scheme.name,
+    }
+    found |= {
+        "native_ppl": f"{result.native_perplexity:.4f}",
+        "ppl": f"{result.perplexity:.4f}",
+        "clipped_share": f"{result.clipped:.3g}",
+    }
     for name, interval in (("kl", kl), ("top1", top1)):
         found |= {name: f"{interval.mean:.5f}", f"{name}_half": "" if interval.half is None else f"{interval.half:.5f}"}
     for low, high in ((0, 512), (512, 2048), (2048, 4096)):
@@ -76,9 +101,17 @@ def row(model: str, text: str, length: int, result: compare.Result) -> dict[str,
     return found
 
 
-def copy_back(model: subject.Subject, evaluation: dict[str, list[int]], schemes: list[Scheme], path: Path, command: str) -> None:
+def copy_back(
+    model: subject.Subject, evaluation: dict[str, list[int]], schemes: list[Scheme], path: Path, command: str
+) -> None:
     """12 passages of shuffled words hidden in 2,048 tokens of each text: how likely is each passage's end, given its beginning."""
-    listed = sorted({word for word in texts.evaluation().split() if word.isascii() and word.isalpha() and word.islower() and 3 < len(word) < 10})
+    listed = sorted(
+        {
+            word
+            for word in texts.evaluation().split()
+            if word.isascii() and word.isalpha() and word.islower() and 3 < len(word) < 10
+        }
+    )
     words, newline = [model.encode(f" {word}") for word in listed], model.encode("\n\n")
     with path.open("w", newline="") as file:
         file.write(f"# {command}\n# {model.note}\n")
@@ -96,14 +129,20 @@ def main(
     novels_file: Annotated[Path | None, typer.Option("--novels", help="Rdata.rdb of r-cran-janeaustenr.")] = None,
     out: Annotated[Path, typer.Option("--out", help="Directory of the CSV.")] = ROOT / "bench" / "results",
     only: Annotated[str, typer.Option("--only", help="One of the texts.")] = "",
-    retrieval: Annotated[bool, typer.Option("--retrieval", help="Only copying from far back, at 2,048 tokens.")] = False,
+    retrieval: Annotated[
+        bool, typer.Option("--retrieval", help="Only copying from far back, at 2,048 tokens.")
+    ] = False,
     device: Annotated[str, typer.Option("--device", help="cpu, or another device of torch.")] = "cpu",
     threads: Annotated[int, typer.Option("--threads", min=1, help="Threads that torch may use.")] = 2,
 ) -> None:
     """Run what is missing in the CSV."""
     torch.set_num_threads(threads)
     path = out / "quality.csv"
-    done = list(csv.DictReader(line for line in path.read_text().splitlines() if not line.startswith("#"))) if path.exists() else []
+    done = (
+        list(csv.DictReader(line for line in path.read_text().splitlines() if not line.startswith("#")))
+        if path.exists()
+        else []
+    )
     model = subject.load(subject.SMOLLM, device=device)
     evaluation = {"manual": model.encode(texts.evaluation())}
     halves = [model.encode(texts.calibration())]
@@ -115,14 +154,18 @@ def main(
     samples = [Sample("mix", tuple(piece)) for ids in halves for piece in pieces(ids, 0, length, number // len(halves))]
     command = shlex.join(["python", "-m", "bench.quality", *sys.argv[1:]])
     if retrieval:
-        schemes = standard.from_observer(("one", "head", "token-head", "channel-static"), calibrate.observe(model, samples))
+        schemes = standard.from_observer(
+            ("one", "head", "token-head", "channel-static"), calibrate.observe(model, samples)
+        )
         copy_back(model, evaluation, schemes, out / "quality_retrieval.csv", command)
         return
     observers: dict[bool, Observer] = {}
     for twin_, size, sequences in CELLS:
         name = f"twin {FACTOR}" if twin_ else "natural"
         for text, ids in evaluation.items():
-            if (only and text != only) or any((r["model"], r["text"], r["length"]) == (name, text, str(size)) for r in done):
+            if (only and text != only) or any(
+                (r["model"], r["text"], r["length"]) == (name, text, str(size)) for r in done
+            ):
                 continue
             steps = sequences * -(-size // calibrate.CHUNK)
             with twin.outliers(model, FACTOR if twin_ else 1), progress(f"{name}, {text}, {size}", steps) as tick:
@@ -133,7 +176,9 @@ def main(
                 results = compare.compare(model, pieces(ids, 20_000, size + 1, sequences), schemes, lambda *_: tick())
             done += [{key: str(value) for key, value in row(name, text, size, result).items()} for result in results]
             with path.open("w", newline="") as file:
-                file.write(f"# {command}\n# {model.note}; calibrated on {number} x {length} tokens, texts:{digest(samples)}\n")
+                file.write(
+                    f"# {command}\n# {model.note}; calibrated on {number} x {length} tokens, texts:{digest(samples)}\n"
+                )
                 writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
                 writer.writeheader()
                 writer.writerows(done)

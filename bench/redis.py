@@ -28,12 +28,12 @@ from bench.harness import Child, Effort, KiB, MiB, Phase, end_cleanly, interleav
 from bench.live import HASH, description, leases
 from bench.report import Report
 from bench.tiers import Blocks
-from kvtier.block import digest
-from kvtier.client import Client
-from kvtier.namespaces import Namespaces
-from kvtier.tiers import Outgoing
-from kvtier.tiers.redis import Redis
-from kvtier.tiers.redis_where import make
+from kvtier.client.api import Client
+from kvtier.format.block import digest
+from kvtier.store.namespaces import Namespaces
+from kvtier.tiers.redis.location import make
+from kvtier.tiers.redis.redis import Redis
+from kvtier.tiers.tier import Outgoing
 
 MARKS: dict[str, tuple[str, float]] = {
     "1024 KiB": (">=", 0.9),
@@ -51,9 +51,21 @@ def server(directory: Path, maxmemory: int) -> Iterator[tuple[Callable[[], subpr
     """(what starts one, its Unix socket). All that it started are ended."""
     binary = shutil.which("redis-server") or shutil.which("valkey-server")
     if binary is None:
-        raise SystemExit("no redis-server and no valkey-server here: run tests/redis.sh, or install either")
+        raise SystemExit("no redis-server and no valkey-server here: run tests/support/redis.sh, or install either")
     socket, started = directory / "r.sock", []
-    command = [binary, "--port", "0", "--unixsocket", str(socket), "--save", "", "--appendonly", "no", "--dir", str(directory)]
+    command = [
+        binary,
+        "--port",
+        "0",
+        "--unixsocket",
+        str(socket),
+        "--save",
+        "",
+        "--appendonly",
+        "no",
+        "--dir",
+        str(directory),
+    ]
     command += ["--maxmemory", str(maxmemory), "--maxmemory-policy", "allkeys-lru"]
 
     def start() -> subprocess.Popen[bytes]:
@@ -92,7 +104,10 @@ class Pair:
         """A batch of fresh blocks through the tier; their keys."""
         keys, slots = self.blocks.batch()
         sums = [digest(slot[: self.blocks.nbytes]) if checked else 1 for slot in slots[:BATCH]]
-        out = [Outgoing(k, self.blocks.namespace, s, self.blocks.nbytes, n) for k, s, n in zip(keys[:BATCH], slots[:BATCH], sums, strict=True)]
+        out = [
+            Outgoing(k, self.blocks.namespace, s, self.blocks.nbytes, n)
+            for k, s, n in zip(keys[:BATCH], slots[:BATCH], sums, strict=True)
+        ]
         assert all(self.tier.write(out)), self.tier.gauges()
         return keys[:BATCH]
 
@@ -168,7 +183,18 @@ def stalled(report: Report, quick: bool, how: str) -> None:
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         start, below = stack.enter_context(server(Path(name), 256 * MiB))
         process, socket = start(), Path(name) / "k.sock"
-        arguments = ["-m", "kvtier.daemon", "--config", os.devnull, "--socket", str(socket), "--arena-bytes", "256MiB", "--grpc", "off"]
+        arguments = [
+            "-m",
+            "kvtier.server",
+            "--config",
+            os.devnull,
+            "--socket",
+            str(socket),
+            "--arena-bytes",
+            "256MiB",
+            "--grpc",
+            "off",
+        ]
         stack.enter_context(Child([*arguments, "--redis", f"url=unix://{below}"]))
         client, writer = (stack.enter_context(Client(f"unix:{socket}")) for _ in range(2))
         ns, hashes, stop = client.register(description(64 * KiB)), os.urandom(LEASED * HASH), threading.Event()
@@ -232,7 +258,10 @@ def main(
 ) -> None:
     """What the Redis tier costs beside redis-py, and what a Redis that fails costs the others."""
     end_cleanly()
-    report = Report("bench.redis", [*(["--quick"] if quick else []), *(["--strict"] if strict else []), *(["--json", str(json)] if json else [])])
+    report = Report(
+        "bench.redis",
+        [*(["--quick"] if quick else []), *(["--strict"] if strict else []), *(["--json", str(json)] if json else [])],
+    )
     for body_bytes in (MiB, 4 * MiB):
         transfers(report, body_bytes, quick)
     for how in ("stopped", "hanging"):

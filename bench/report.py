@@ -81,7 +81,9 @@ class Report:
             self._row(case, metric, value, unit, ceiling, ratio)
         if mark is not None:
             sign, number = mark
-            self.marks.append(Mark(case, metric, value, sign, number, value <= number if sign == "<=" else value >= number))
+            self.marks.append(
+                Mark(case, metric, value, sign, number, value <= number if sign == "<=" else value >= number)
+            )
 
     def share(self, case: str, metric: str, trials: Sequence[float], mark: tuple[str, float] | None = None) -> None:
         """A figure that is itself a ratio of trials: the median is the value, 1 the ceiling."""
@@ -127,14 +129,20 @@ class Report:
     def last_line(self) -> str:
         if not self.marks:
             return f"{self.command}: {len(self.rows)} rows, no marks"
-        missed = "; ".join(f"{mark.case}: {mark.metric} {mark.value:.3g} (mark {mark.sign} {mark.mark:g})" for mark in self.missed)
-        return f"{len(self.marks) - len(self.missed)} of {len(self.marks)} marks met" + (f"; missed: {missed}" if missed else "")
+        missed = "; ".join(
+            f"{mark.case}: {mark.metric} {mark.value:.3g} (mark {mark.sign} {mark.mark:g})" for mark in self.missed
+        )
+        return f"{len(self.marks) - len(self.missed)} of {len(self.marks)} marks met" + (
+            f"; missed: {missed}" if missed else ""
+        )
 
     def write(self, path: Path) -> None:
         """JSON: the command first, then commit, date, machine, marks, and one row a line. Written aside and renamed: never half a file."""
         said = {"command": self.command, "commit": self.commit, "date": self.date, "machine": self.machine}
         head = [f' "{name}": {json.dumps(value)},' for name, value in said.items()]
-        marks, rows = (",\n".join("  " + json.dumps(asdict(item)) for item in items) for items in (self.marks, self.rows))
+        marks, rows = (
+            ",\n".join("  " + json.dumps(asdict(item)) for item in items) for items in (self.marks, self.rows)
+        )
         text = "\n".join(["{", *head, f' "marks": [\n{marks}\n ],', f' "rows": [\n{rows}\n ]', "}", ""])
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_name(f".{path.name}.{os.getpid()}")
@@ -163,17 +171,28 @@ def commit() -> str:
     """What is checked out, with a "+" if what runs differs from it; "unknown" outside a checkout."""
 
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+        return subprocess.run(
+            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True
+        ).stdout.strip()
 
     try:
-        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "--", "kvtier", "kernels", "bench/*.py") else "")
+        return git("rev-parse", "--short=12", "HEAD") + (
+            "+" if git("status", "--porcelain", "--", "kvtier", "kernels", "bench/*.py") else ""
+        )
     except (OSError, subprocess.SubprocessError):
         return "unknown"
 
 
 def machine() -> dict[str, Any]:
     """What the figures hang on. The load is what others did to the machine before we began."""
-    cpu = next((line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "unknown")
+    cpu = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        "unknown",
+    )
     libraries = {}
     for name in ("numpy", "protobuf", "grpcio", "xxhash"):
         try:

@@ -2,7 +2,7 @@
 
     python -m bench.roofline [--bandwidth B/s] [--link B/s]
 
-Bytes come from `kvtier.layout`, scales and padding included. A floor is bytes over the stated bandwidth; a kernel's measured time is to be given as a
+Bytes come from `kvtier.format.layout`, scales and padding included. A floor is bytes over the stated bandwidth; a kernel's measured time is to be given as a
 share of it (`bench.kernels`). The expected ratio is that of FP8 to BF16 bytes: no FP8 attention can beat it, and one that reads whole pages should
 come near.
 """
@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvtier import layout
+from kvtier.format import layout
 
 BANDWIDTH = 4.3e12  # B/s of device memory: H200's 4.8e12 by its data sheet, at the 90 % that copies reach
 LINK = 55e9  # B/s between host and device: PCIe 5.0 x16 as copies see it
@@ -42,7 +42,12 @@ class Model:
     def token_bytes(self, granularity: str | None, tokens: int = 16) -> float:
         """Bytes of K and V of one token in one layer, with what the block's layout adds; None: native."""
         made = layout.attention(
-            1, self.kv_heads, self.width, engine_tokens=tokens, granularity=granularity or "head", excluded=() if granularity else (0,)
+            1,
+            self.kv_heads,
+            self.width,
+            engine_tokens=tokens,
+            granularity=granularity or "head",
+            excluded=() if granularity else (0,),
         )
         return made.extents().body_bytes / tokens
 
@@ -79,7 +84,16 @@ def decode_floors(bandwidth: float) -> Iterator[Floor]:
                 native = read * model.token_bytes(None)
                 for granularity in GRANULARITIES:
                     fp8 = read * model.token_bytes(granularity)
-                    yield Floor(model.name, batch, context, granularity, native, fp8, fp8 / native, (fp8 + weights) / (native + weights))
+                    yield Floor(
+                        model.name,
+                        batch,
+                        context,
+                        granularity,
+                        native,
+                        fp8,
+                        fp8 / native,
+                        (fp8 + weights) / (native + weights),
+                    )
 
 
 def move_floors(model: Model, context: int, bandwidth: float, link: float) -> dict[str, float]:
@@ -105,7 +119,8 @@ def scale_cost(width: int, tokens: int) -> dict[str, float]:
         ("K channel, V token, small scales", ("channel", "token-head"), "bf16"),
     ):
         parts = tuple(
-            layout.Part(part, width, "e4m3fn", kind, dtype if kind in layout.DYNAMIC else "fp32") for part, kind in zip("kv", kinds, strict=True)
+            layout.Part(part, width, "e4m3fn", kind, dtype if kind in layout.DYNAMIC else "fp32")
+            for part, kind in zip("kv", kinds, strict=True)
         )
         group = layout.Group("attention", 1, tokens, (layout.Layer(0, parts),))
         codes = 2 * width * tokens
@@ -123,9 +138,20 @@ def main() -> None:
     parser.add_argument("--bandwidth", type=float, default=BANDWIDTH, help="of device memory, B/s")
     parser.add_argument("--link", type=float, default=LINK, help="between host and device, B/s")
     arguments = parser.parse_args()
-    print(f"Computed floors, nothing measured: {arguments.bandwidth / 1e12:.1f} TB/s of memory, {arguments.link / 1e9:.0f} GB/s of link.\n")
+    print(
+        f"Computed floors, nothing measured: {arguments.bandwidth / 1e12:.1f} TB/s of memory, {arguments.link / 1e9:.0f} GB/s of link.\n"
+    )
     rows = [
-        [f.model, f"{f.batch}", f"{f.context:,}", f.granularity, f"{f.bf16:.3f}", f"{f.fp8:.3f}", f"{f.ratio:.3f}", f"{f.step_ratio:.2f}"]
+        [
+            f.model,
+            f"{f.batch}",
+            f"{f.context:,}",
+            f.granularity,
+            f"{f.bf16:.3f}",
+            f"{f.fp8:.3f}",
+            f"{f.ratio:.3f}",
+            f"{f.step_ratio:.2f}",
+        ]
         for f in decode_floors(arguments.bandwidth)
     ]
     print(table(["model", "batch", "context", "scales", "BF16 ms", "FP8 ms", "ratio", "ratio of the whole step"], rows))
@@ -137,7 +163,10 @@ def main() -> None:
             rows.append([model.name, f"{context:,}", *(f"{ms:.2f}" for ms in floors.values())])
     print(table(["model", "context", *floors], rows))
     print("\nBytes that scales add to the codes:\n")
-    rows = [[name, *(f"{scale_cost(width, tokens)[name]:.1%}" for width in (64, 128) for tokens in (16, 64))] for name in scale_cost(128, 16)]
+    rows = [
+        [name, *(f"{scale_cost(width, tokens)[name]:.1%}" for width in (64, 128) for tokens in (16, 64))]
+        for name in scale_cost(128, 16)
+    ]
     print(table(["scales", "D64, 16 tokens", "D64, 64 tokens", "D128, 16 tokens", "D128, 64 tokens"], rows))
 
 

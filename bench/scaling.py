@@ -22,7 +22,20 @@ import numpy as np
 import typer
 
 from bench.crew import Worker
-from bench.harness import Effort, KiB, MiB, cpu_seconds, end_cleanly, interleave, median, now, percentile, progress, ratios, turns
+from bench.harness import (
+    Effort,
+    KiB,
+    MiB,
+    cpu_seconds,
+    end_cleanly,
+    interleave,
+    median,
+    now,
+    percentile,
+    progress,
+    ratios,
+    turns,
+)
 from bench.live import BATCH, BODY, DEADLINE, HASH, Live, arena_for, fresh
 from bench.pools import endless, pool_bytes, private
 from bench.report import Report
@@ -63,11 +76,16 @@ def blocks(report: Report, quick: bool) -> None:
         for n, phase in costs.items():
             report.add(f"{verb} of {keys}, {n:,} blocks known", "a block", 1e6 / phase.rate / keys, "us")
             report.add(f"{verb} of {keys}, {n:,} blocks known", "p99 of a call", phase.p(99) * 1e3, "ms")
-        trials = [exponent(known, [1 / window.rate for window in windows]) for windows in zip(*(p.windows for p in costs.values()), strict=True)]
+        trials = [
+            exponent(known, [1 / window.rate for window in windows])
+            for windows in zip(*(p.windows for p in costs.values()), strict=True)
+        ]
         case = f"{verb} of {keys}, {known[0]:,} to {known[-1]:,} blocks"
         report.add(case, "growth exponent of the cost a block", median(trials), "exponent", mark=EXPONENT)
         for p in (10, 90):
-            report.add(case, f"growth exponent of the cost a block, p{p} of the trials", percentile(trials, p), "exponent")
+            report.add(
+                case, f"growth exponent of the cost a block, p{p} of the trials", percentile(trials, p), "exponent"
+            )
 
 
 # Clients
@@ -91,7 +109,12 @@ class Crowd:
         found = self._all(n, "work", verb=verb, start=start, seconds=seconds)
         spent = [sum(map(cpu_seconds, pids)) - before[0], cpu_seconds(self.live.pid) - before[1]]
         calls = [seconds for one in found for seconds in one["calls"]]
-        return {"rate": len(calls) / (max(one["end"] for one in found) - start), "calls": calls, "clients": spent[0], "daemon": spent[1]}
+        return {
+            "rate": len(calls) / (max(one["end"] for one in found) - start),
+            "calls": calls,
+            "clients": spent[0],
+            "daemon": spent[1],
+        }
 
     def _all(self, n: int, what: str, **arguments: Any) -> list[Any]:
         for worker in self.workers[:n]:
@@ -103,7 +126,9 @@ def clients(report: Report, quick: bool) -> None:
     """Puts and gets of more and more processes at once; beside each, as many processes that copy the same blocks in private memory."""
     crowds = QUICK_CROWDS if quick else CROWDS
     trials, seconds = (1, 0.05) if quick else (7, 0.3)
-    found: dict[tuple[int, str], list[dict[str, Any]]] = {(n, verb): [] for n in crowds for verb in ("put", "get", "copy")}
+    found: dict[tuple[int, str], list[dict[str, Any]]] = {
+        (n, verb): [] for n in crowds for verb in ("put", "get", "copy")
+    }
     with ExitStack() as stack:
         live = stack.enter_context(Live(arena_for(12 * BATCH * crowds[-1], CROWD_BLOCK), CROWD_BLOCK))
         crowd = Crowd(live, crowds[-1], stack)
@@ -117,7 +142,11 @@ def clients(report: Report, quick: bool) -> None:
     for verb in ("put", "get"):
         alone = [one["rate"] for one in found[crowds[0], verb]]
         for n in crowds:
-            mine, copy, case = found[n, verb], found[n, "copy"], f"{verb} {BATCH} x {CROWD_BLOCK // KiB} KiB, {n} clients"
+            mine, copy, case = (
+                found[n, verb],
+                found[n, "copy"],
+                f"{verb} {BATCH} x {CROWD_BLOCK // KiB} KiB, {n} clients",
+            )
             calls = [seconds for one in mine for seconds in one["calls"]]
             rates, copies = ([one["rate"] for one in some] for some in (mine, copy))
             over = [a / b for a, b in zip(rates, copies, strict=True)]
@@ -148,7 +177,9 @@ def copying(report: Report, quick: bool, size: int, batch: int, case: str) -> No
 
         def get() -> None:
             where = next(behind)
-            found = live.client.get(live.namespace, recent[where[0]], deadline=DEADLINE, into=[target[i] for i in where])
+            found = live.client.get(
+                live.namespace, recent[where[0]], deadline=DEADLINE, into=[target[i] for i in where]
+            )
             assert len(found) == batch, f"{len(found)} of {batch} blocks: {found.reason}"
 
         def copy() -> None:
@@ -159,16 +190,22 @@ def copying(report: Report, quick: bool, size: int, batch: int, case: str) -> No
             put()
         effort, watch = Effort.of(quick, 15, 0.06), {"daemon": live.pid}
         puts = interleave({"put": put, "copy": copy}, effort, watch)
-        gets = interleave({"get": get, "copy": copy}, effort, watch)  # apart: blocks that were used outlive those that were only put
+        gets = interleave(
+            {"get": get, "copy": copy}, effort, watch
+        )  # apart: blocks that were used outlive those that were only put
         for i in range(nblocks):
             target[i].fill(0)
         for _ in range(nblocks // batch):
             get()
-        assert all(np.array_equal(*pair) for pair in zip(source, target, strict=True)), "the store gave back other bytes than were put"
+        assert all(np.array_equal(*pair) for pair in zip(source, target, strict=True)), (
+            "the store gave back other bytes than were put"
+        )
     gigabytes = batch * size / 1e9
     for verb, done in (("put", puts), ("get", gets)):
         phase, plain = done[verb], done["copy"]
-        report.add(f"{verb}, {case}", "speed", phase.rate * gigabytes, "GB/s", plain.rate * gigabytes, ratios(phase, plain))
+        report.add(
+            f"{verb}, {case}", "speed", phase.rate * gigabytes, "GB/s", plain.rate * gigabytes, ratios(phase, plain)
+        )
         for who in ("client", "daemon"):
             report.add(f"{verb}, {case}", f"CPU of the {who}", phase.cpu_per_call(who) / gigabytes, "s/GB")
 
@@ -186,7 +223,12 @@ def batches(report: Report, quick: bool) -> None:
         copying(report, quick, MiB, batch, f"{batch} blocks of 1 MiB a call")
 
 
-CASES: dict[str, Callable[[Report, bool], None]] = {"blocks": blocks, "clients": clients, "sizes": sizes, "batches": batches}
+CASES: dict[str, Callable[[Report, bool], None]] = {
+    "blocks": blocks,
+    "clients": clients,
+    "sizes": sizes,
+    "batches": batches,
+}
 
 
 def main(

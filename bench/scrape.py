@@ -21,10 +21,10 @@ import typer
 from bench.harness import Child, Effort, Phase, end_cleanly, interleave, now, progress, ratios
 from bench.live import arena_for
 from bench.report import Report
-from kvtier.client import Client, Registered
-from kvtier.identity import CHAIN, Description, HashScheme
-from kvtier.layout import opaque
-from kvtier.meters import Meters
+from kvtier.client.api import Client, RegisteredNamespace
+from kvtier.format.identity import CHAIN, Description, HashScheme
+from kvtier.format.layout import opaque
+from kvtier.server.meters import Meters
 
 BLOCKS, NAMESPACES = 100_000, 200
 BODY = 64  # bytes: the count of blocks is what matters here
@@ -48,8 +48,17 @@ class Watched:
             with socket.create_server(("127.0.0.1", 0)) as free:
                 self.port = int(free.getsockname()[1])
             arena = arena_for(self.blocks * 11 // 10, BODY)
-            arguments = ["--socket", str(path), "--arena-bytes", str(arena), "--grpc", "off", "--metrics", str(self.port)]
-            self.daemon = stack.enter_context(Child(["-m", "kvtier.daemon", *arguments]))
+            arguments = [
+                "--socket",
+                str(path),
+                "--arena-bytes",
+                str(arena),
+                "--grpc",
+                "off",
+                "--metrics",
+                str(self.port),
+            ]
+            self.daemon = stack.enter_context(Child(["-m", "kvtier.server", *arguments]))
             self.client = stack.enter_context(Client(f"unix:{path}"))
             self._fill()
             self._stack = stack.pop_all()
@@ -68,7 +77,7 @@ class Watched:
                     with self.client.fill(ns, raw[at : at + 32 * 250], deadline=5.0) as slots:
                         pass
                     assert slots.sealed == min(250, len(raw[at:]) // 32), slots.reason
-                self.last: tuple[Registered, bytes] = (ns, raw[: 32 * BATCH])
+                self.last: tuple[RegisteredNamespace, bytes] = (ns, raw[: 32 * BATCH])
                 tick()
 
     def page(self, path: str) -> Callable[[], bytes]:
@@ -98,17 +107,30 @@ def scrapes(report: Report, quick: bool) -> None:
     with Watched(blocks, namespaces) as watched:
         body = watched.page("/metrics")()
         done = interleave(
-            {"scrape": watched.page("/metrics"), "live": watched.page("/live")}, Effort.of(quick, 15, 0.25), {"daemon": watched.daemon.pid}
+            {"scrape": watched.page("/metrics"), "live": watched.page("/live")},
+            Effort.of(quick, 15, 0.25),
+            {"daemon": watched.daemon.pid},
         )
         scrape, live = done["scrape"], done["live"]
         report.add(case, "scrape p50", scrape.p(50) * 1e3, "ms", live.p(50) * 1e3, scrape.p(50) / live.p(50))
-        report.add(case, "scrape p99", scrape.p(99) * 1e3, "ms", live.p(99) * 1e3, scrape.p(99) / live.p(99), MARKS["scrape ms"])
+        report.add(
+            case,
+            "scrape p99",
+            scrape.p(99) * 1e3,
+            "ms",
+            live.p(99) * 1e3,
+            scrape.p(99) / live.p(99),
+            MARKS["scrape ms"],
+        )
         report.add(case, "scrape worst", scrape.worst * 1e3, "ms", live.worst * 1e3, scrape.worst / live.worst)
         report.add(case, "scrapes timed", len(scrape.calls), "scrapes")
         report.add(case, "lines of a scrape", body.count(b"\n"), "lines")
         report.add(case, "CPU of the daemon a scrape", scrape.cpu_per_call("daemon") * 1e3, "ms")
         with Scraper(watched.page("/metrics")) as scraper:
-            beside = interleave({"scraped": scraper.beside(watched.lookup), "alone": scraper.without(watched.lookup)}, Effort.of(quick, 15, 0.25))
+            beside = interleave(
+                {"scraped": scraper.beside(watched.lookup), "alone": scraper.without(watched.lookup)},
+                Effort.of(quick, 15, 0.25),
+            )
         _beside(report, beside["scraped"], beside["alone"])
 
 
@@ -189,7 +211,11 @@ def main(
 ) -> None:
     """What watching a daemon costs."""
     end_cleanly()
-    arguments = [*(["--quick"] if quick else []), *(["--strict"] if strict else []), *(["--json", str(json)] if json else [])]
+    arguments = [
+        *(["--quick"] if quick else []),
+        *(["--strict"] if strict else []),
+        *(["--json", str(json)] if json else []),
+    ]
     report = Report("bench.scrape", arguments)
     counting(report, quick)
     scrapes(report, quick)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import signal
 from typing import Any
 
-from kvtier.daemon import cli, lifecycle
+from kvtier.server import lifecycle
+from kvtier.server import main as server_main
 from kvtier.tiers.faulty import FaultyTier, Rates
-from kvtier.tiers.ssd import Ssd
+from kvtier.tiers.ssd.ssd import Ssd
 
 
 def main() -> None:
@@ -22,7 +23,7 @@ def main() -> None:
         return tier
 
     lifecycle.Ssd = build  # type: ignore[assignment,misc]
-    cli.main()
+    server_main.main()
 
 
 if __name__ == "__main__":

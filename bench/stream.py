@@ -34,7 +34,9 @@ class Stream:
         self._sock.connect(str(self.path))
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._sock.close()
         self.server.stop()
         self._directory.cleanup()

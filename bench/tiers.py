@@ -26,16 +26,17 @@ from bench.harness import Child, Effort, KiB, MiB, Phase, end_cleanly, interleav
 from bench.live import BATCH, HASH, description, leases, slot_bytes
 from bench.pools import POPULATE_WRITE, memfd, populate
 from bench.report import Report
-from kvtier.block import digest, header_template, headers
-from kvtier.client import Client
-from kvtier.identity import NO_CONTEXT, derive_keys
-from kvtier.layout import Range
-from kvtier.namespaces import Namespaces
-from kvtier.tiers import Outgoing, replay
-from kvtier.tiers.data import WRITERS
-from kvtier.tiers.disk import Disk
-from kvtier.tiers.journal import Journal
-from kvtier.tiers.ssd import Ssd
+from kvtier.client.api import Client
+from kvtier.format.block import digest, header_template, headers
+from kvtier.format.identity import NO_CONTEXT, derive_keys
+from kvtier.format.layout import Range
+from kvtier.store.namespaces import Namespaces
+from kvtier.tiers.ssd import recovery
+from kvtier.tiers.ssd.data_file import WRITERS
+from kvtier.tiers.ssd.disk import Disk
+from kvtier.tiers.ssd.journal import Journal
+from kvtier.tiers.ssd.ssd import Ssd
+from kvtier.tiers.tier import Outgoing
 
 MARKS: dict[str, tuple[str, float]] = {
     "1024 KiB": (">=", 0.85),
@@ -82,7 +83,10 @@ class Blocks:
     def put(self, tier: Ssd) -> list[bytes]:
         """A batch through the tier, as the settler does it: a digest each, then one write. Returns its keys."""
         keys, slots = self.batch()
-        out = [Outgoing(k, self.namespace, s, self.nbytes, digest(s[: self.nbytes])) for k, s in zip(keys, slots, strict=True)]
+        out = [
+            Outgoing(k, self.namespace, s, self.nbytes, digest(s[: self.nbytes]))
+            for k, s in zip(keys, slots, strict=True)
+        ]
         assert all(tier.write(out)), tier.gauges()
         return keys
 
@@ -152,7 +156,7 @@ def rebuild(report: Report, blocks: int, quick: bool, where: Path) -> None:
         capacity = max(64 * MiB, blocks * 4096 * 5 // 4)
         Ssd(path, capacity, namespaces.register).close()
         namespace = namespaces.register(description(3 * KiB).canonical, "bench")
-        records = replay.puts(
+        records = recovery.puts(
             [os.urandom(32) for _ in range(blocks)],
             page=np.arange(blocks, dtype=np.uint32),
             slot=np.full(blocks, 4096, np.uint32),
@@ -173,7 +177,9 @@ def rebuild(report: Report, blocks: int, quick: bool, where: Path) -> None:
             times.append(now() - start)
             assert tier.gauges()["blocks"] >= blocks * 99 // 100, tier.gauges()
             tier.close()
-        report.add(f"index of {blocks:,} blocks", "open", sorted(times)[len(times) // 2], "s", mark=MARKS.get(f"{blocks:,}"))
+        report.add(
+            f"index of {blocks:,} blocks", "open", sorted(times)[len(times) // 2], "s", mark=MARKS.get(f"{blocks:,}")
+        )
 
 
 def stalled(report: Report, quick: bool, where: Path) -> None:
@@ -181,7 +187,18 @@ def stalled(report: Report, quick: bool, where: Path) -> None:
     seconds = 1.0 if quick else STALL
     with tempfile.TemporaryDirectory(dir=where) as name, ExitStack() as stack:
         socket = Path(name) / "k.sock"
-        arguments = ["-m", "bench.stalled", "--config", os.devnull, "--socket", str(socket), "--arena-bytes", "256MiB", "--grpc", "off"]
+        arguments = [
+            "-m",
+            "bench.stalled",
+            "--config",
+            os.devnull,
+            "--socket",
+            str(socket),
+            "--arena-bytes",
+            "256MiB",
+            "--grpc",
+            "off",
+        ]
         daemon = stack.enter_context(Child([*arguments, "--ssd", f"path={name}/ssd,size=512MiB,free=0"]))
         client, writer = (stack.enter_context(Client(f"unix:{socket}")) for _ in range(2))
         ns, hashes, stop = client.register(description(64 * KiB)), os.urandom(BATCH * HASH), threading.Event()
@@ -230,7 +247,13 @@ def peak(report: Report, quick: bool, where: Path) -> None:
             blocks.put(tier)
             most = max(most, sum(_disk(entry.path) for entry in os.scandir(path)))
         tier.close()
-    report.add("disk taken by puts of 10 times the capacity", "peak over capacity", most / capacity, "ratio", mark=MARKS["disk"])
+    report.add(
+        "disk taken by puts of 10 times the capacity",
+        "peak over capacity",
+        most / capacity,
+        "ratio",
+        mark=MARKS["disk"],
+    )
 
 
 def _disk(path: str) -> int:
@@ -244,11 +267,17 @@ def main(
     quick: Annotated[bool, typer.Option(help="Walk through everything, measure nothing worth reading.")] = False,
     strict: Annotated[bool, typer.Option(help="Exit with 1 if a mark is missed.")] = False,
     json: Annotated[Path | None, typer.Option(help="Keep the rows in this file.")] = None,
-    directory: Annotated[Path | None, typer.Option("--dir", help="Where the files go. [default: the temporary directory]")] = None,
+    directory: Annotated[
+        Path | None, typer.Option("--dir", help="Where the files go. [default: the temporary directory]")
+    ] = None,
 ) -> None:
     """What the SSD tier costs beside its disk."""
     end_cleanly()
-    arguments = [*(["--quick"] if quick else []), *(["--strict"] if strict else []), *(["--json", str(json)] if json else [])]
+    arguments = [
+        *(["--quick"] if quick else []),
+        *(["--strict"] if strict else []),
+        *(["--json", str(json)] if json else []),
+    ]
     report = Report("bench.tiers", [*arguments, *(["--dir", str(directory)] if directory else [])])
     where = directory or Path(tempfile.gettempdir())
     for body_bytes in (MiB, 256 * KiB):

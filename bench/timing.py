@@ -66,7 +66,9 @@ class _Running:
 def play(requests: Sequence[Served], device: Device, fp8: bool, speed: float = 1.0) -> list[Felt]:
     """What each request's reader feels when they arrive `speed` times as fast as they did. `fp8`: what was loaded is attended to as FP8."""
     native, small = device.token_bytes(False), device.token_bytes(fp8)
-    ready = sorted((r.at / speed + r.store + r.loaded * small / device.link, number, r) for number, r in enumerate(requests))
+    ready = sorted(
+        (r.at / speed + r.store + r.loaded * small / device.link, number, r) for number, r in enumerate(requests)
+    )
     felt: dict[int, Felt] = {}
     running: list[_Running] = []
     now, at = 0.0, 0

@@ -30,8 +30,8 @@ from bench.mixes import TOKENS, Request
 from bench.node import Node, Result
 from bench.report import Report
 from bench.timing import Device, Served, play, waiting_starts
-from kvtier.layout import HEADER_BYTES, attention
-from kvtier.replay import POLICIES, blocks_held, hit_ratio
+from kvtier.cli.simulator import POLICIES, blocks_held, hit_ratio
+from kvtier.format.layout import HEADER_BYTES, attention
 
 PARTS = 8  # blocks of the store in a block of a trace: 64 tokens each
 SCALE = 256
@@ -45,7 +45,9 @@ DEVICE = Device()
 def capacities(requests: Sequence[Request]) -> dict[str, int]:
     """Blocks of the store that the same bytes hold in each format, headers, scales and slots counted."""
     shape = (DEVICE.model.layers, DEVICE.model.kv_heads, DEVICE.model.width)
-    extents = {name: attention(*shape, engine_tokens=TOKENS // PARTS, dtype=dtype).extents() for name, dtype in DTYPES.items()}
+    extents = {
+        name: attention(*shape, engine_tokens=TOKENS // PARTS, dtype=dtype).extents() for name, dtype in DTYPES.items()
+    }
     distinct = len({block for r in requests for block in r.blocks})
     nbytes = max(1, distinct * PARTS * SHARE // 100) * extents["BF16"].slot_bytes
     return {name: max(PARTS, blocks_held(nbytes, one)) for name, one in extents.items()}
@@ -68,7 +70,15 @@ def served(requests: Sequence[Request], results: Sequence[Result]) -> list[Serve
     return [Served(r.at - start, r.tokens, r.output, tokens_of(r, one), one.lookup + one.load) for r, one in pairs]
 
 
-def traffic(report: Report, case: str, requests: Sequence[Request], results: Sequence[Result], before: Any, after: Any, node: Node) -> None:
+def traffic(
+    report: Report,
+    case: str,
+    requests: Sequence[Request],
+    results: Sequence[Result],
+    before: Any,
+    after: Any,
+    node: Node,
+) -> None:
     """Rows of one replay that were measured: tokens, bytes, blocks, and the store's own latencies."""
     tokens = sum(r.tokens for r in requests)
     hits = sum(tokens_of(*pair) for pair in zip(requests, results, strict=True))
@@ -79,7 +89,14 @@ def traffic(report: Report, case: str, requests: Sequence[Request], results: Seq
     report.add(case, "bytes loaded, at full size", loaded / 1e9, "GB")
     report.add(case, "bytes saved, at full size", saved / 1e9, "GB")
     report.add(case, "blocks evicted", after["evicted_blocks_total"] - before["evicted_blocks_total"], "blocks")
-    report.add(case, "arena in use at the end", after["known_blocks"], "blocks", node.capacity, after["known_blocks"] / node.capacity)
+    report.add(
+        case,
+        "arena in use at the end",
+        after["known_blocks"],
+        "blocks",
+        node.capacity,
+        after["known_blocks"] / node.capacity,
+    )
     latencies(report, case, results)
 
 
@@ -94,7 +111,9 @@ def latencies(report: Report, case: str, results: Sequence[Result]) -> None:
             report.add(case, f"{what}, p{p}", percentile(values or [0.0], p) * 1e3, "ms")
 
 
-def feelings(report: Report, case: str, requests: Sequence[Request], results: Sequence[Result], fp8: bool, rate: float) -> None:
+def feelings(
+    report: Report, case: str, requests: Sequence[Request], results: Sequence[Result], fp8: bool, rate: float
+) -> None:
     """Rows of the model at `rate` requests a second."""
     given = served(requests, results)
     base = len(given) / (given[-1].at or 1.0)
@@ -120,7 +139,10 @@ def sources(trace: Path | None, requests: int) -> dict[str, list[Request]]:
 @contextmanager
 def node_of(capacity: int, name: str, **options: Any) -> Any:
     """A daemon for this format whose arena is memory."""
-    with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as where, Node(capacity, BODIES[name], PARTS, Path(where), **options) as node:
+    with (
+        tempfile.TemporaryDirectory(prefix="kvtier-bench-") as where,
+        Node(capacity, BODIES[name], PARTS, Path(where), **options) as node,
+    ):
         node.settle()
         yield node
 
@@ -130,8 +152,11 @@ def formats(report: Report, found: dict[str, list[Request]]) -> None:
     for mix, requests in found.items():
         held = capacities(requests)
         runs: dict[tuple[str, str], list[Result]] = {}
-        for name, module, order in (("BF16", "bench.lru", "lru"), ("FP8", "kvtier.daemon", "kvtier")):
-            with progress(f"{mix}, {name}", 2 * len(requests)) as tick, node_of(held[name], name, module=module) as node:
+        for name, module, order in (("BF16", "bench.lru", "lru"), ("FP8", "kvtier.server", "kvtier")):
+            with (
+                progress(f"{mix}, {name}", 2 * len(requests)) as tick,
+                node_of(held[name], name, module=module) as node,
+            ):
                 for state in ("cold", "warm"):
                     before = node.status()
                     results = runs[name, state] = node.replay(requests, 1, lambda n: [tick() for _ in range(n)])
@@ -139,17 +164,34 @@ def formats(report: Report, found: dict[str, list[Request]]) -> None:
                     traffic(report, case, requests, results, before, node.status(), node)
                     if state == "cold":
                         blocks = sum(one.loaded for one in results) / sum(one.blocks for one in results)
-                        report.add(case, "blocks hit, beside the replay's", blocks, "ratio", predicted(requests, node.capacity, order))
+                        report.add(
+                            case,
+                            "blocks hit, beside the replay's",
+                            blocks,
+                            "ratio",
+                            predicted(requests, node.capacity, order),
+                        )
         for state in ("cold", "warm"):
-            starts = {name: waiting_starts(served(requests, runs[name, state]), DEVICE, name == "FP8") for name in BODIES}
+            starts = {
+                name: waiting_starts(served(requests, runs[name, state]), DEVICE, name == "FP8") for name in BODIES
+            }
             for name in BODIES:
-                feelings(report, f"{mix}, {name}, {state}", requests, runs[name, state], name == "FP8", 0.8 * starts["BF16"])
-                report.add(f"{mix}, {name}, {state}", "waiting starts at, by the model", starts[name], "1/s", starts["BF16"])
+                feelings(
+                    report, f"{mix}, {name}, {state}", requests, runs[name, state], name == "FP8", 0.8 * starts["BF16"]
+                )
+                report.add(
+                    f"{mix}, {name}, {state}", "waiting starts at, by the model", starts[name], "1/s", starts["BF16"]
+                )
             compare(report, f"{mix}, FP8 over BF16, {state}", requests, runs["FP8", state], runs["BF16", state], starts)
 
 
 def compare(
-    report: Report, case: str, requests: Sequence[Request], ours: Sequence[Result], native: Sequence[Result], starts: dict[str, float]
+    report: Report,
+    case: str,
+    requests: Sequence[Request],
+    ours: Sequence[Result],
+    native: Sequence[Result],
+    starts: dict[str, float],
 ) -> None:
     """What the two formats differ by."""
     hits = [sum(tokens_of(*pair) for pair in zip(requests, one, strict=True)) for one in (ours, native)]
@@ -179,7 +221,11 @@ def restart(report: Report, found: dict[str, list[Request]]) -> None:
     mix, requests = list(found.items())[-1]
     held, middle = capacities(requests)["FP8"], len(requests) // 2
     size = 4 * held * (BODIES["FP8"] + HEADER_BYTES) + 64 * MiB
-    for how, ssd_bytes, again in (("no restart", size, False), ("restart, SSD tier", size, True), ("restart, memory only", 0, True)):
+    for how, ssd_bytes, again in (
+        ("no restart", size, False),
+        ("restart, SSD tier", size, True),
+        ("restart, memory only", 0, True),
+    ):
         with progress(f"{mix}, {how}", len(requests)) as tick, node_of(held, "FP8", ssd_bytes=ssd_bytes) as node:
             node.replay(requests[:middle], 1, lambda n: [tick() for _ in range(n)])
             case = f"{mix}, second half, {how}"
@@ -188,7 +234,10 @@ def restart(report: Report, found: dict[str, list[Request]]) -> None:
                 report.add(case, "until it accepts calls again", node.start(), "s")
             rest = requests[middle:]
             results = node.replay(rest, 1, lambda n: [tick() for _ in range(n)])
-            tokens, hits = sum(r.tokens for r in rest), sum(tokens_of(*pair) for pair in zip(rest, results, strict=True))
+            tokens, hits = (
+                sum(r.tokens for r in rest),
+                sum(tokens_of(*pair) for pair in zip(rest, results, strict=True)),
+            )
             report.add(case, "tokens from the store", hits, "tokens", tokens, hits / tokens)
             latencies(report, case, results)
 
@@ -198,16 +247,26 @@ def failing(report: Report, found: dict[str, list[Request]]) -> None:
     mix, requests = list(found.items())[-1]
     held, third = capacities(requests)["FP8"], len(requests) // 3
     size = 4 * held * (BODIES["FP8"] + HEADER_BYTES) + 64 * MiB
-    with progress(f"{mix}, SSD tier hangs", 3 * third) as tick, node_of(held, "FP8", module="bench.stalled", ssd_bytes=size) as node:
-        for n, (how, number) in enumerate((("before", None), ("SSD tier hangs", signal.SIGUSR1), ("after", signal.SIGUSR2))):
+    with (
+        progress(f"{mix}, SSD tier hangs", 3 * third) as tick,
+        node_of(held, "FP8", module="bench.stalled", ssd_bytes=size) as node,
+    ):
+        for n, (how, number) in enumerate(
+            (("before", None), ("SSD tier hangs", signal.SIGUSR1), ("after", signal.SIGUSR2))
+        ):
             if number is not None:
                 assert node.daemon is not None
                 os.kill(node.daemon.pid, number)
             part = requests[n * third : (n + 1) * third]
             results = node.replay(part, 1, lambda k: [tick() for _ in range(k)])
-            tokens, hits = sum(r.tokens for r in part), sum(tokens_of(*pair) for pair in zip(part, results, strict=True))
+            tokens, hits = (
+                sum(r.tokens for r in part),
+                sum(tokens_of(*pair) for pair in zip(part, results, strict=True)),
+            )
             report.add(f"{mix}, {how}", "tokens from the store", hits, "tokens", tokens, hits / tokens)
-            report.add(f"{mix}, {how}", "known and not loaded", sum(one.known - one.loaded for one in results), "blocks")
+            report.add(
+                f"{mix}, {how}", "known and not loaded", sum(one.known - one.loaded for one in results), "blocks"
+            )
             latencies(report, f"{mix}, {how}", results)
 
 
@@ -216,7 +275,9 @@ CASES = ("formats", "engines", "restart", "failing")
 
 def main(
     case: Annotated[str, typer.Argument(help="one of " + ", ".join(CASES) + ", or all")] = "all",
-    trace: Annotated[Path | None, typer.Option(envvar="KVTIER_TRACE", help="Mooncake's JSON lines, instead of the three mixes.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(envvar="KVTIER_TRACE", help="Mooncake's JSON lines, instead of the three mixes.")
+    ] = None,
     requests: Annotated[int, typer.Option(min=20, help="How many.")] = 600,
     quick: Annotated[bool, typer.Option(help="Walk through everything, measure nothing worth reading.")] = False,
     strict: Annotated[bool, typer.Option(help="Exit with 1 if a mark is missed (there are none).")] = False,
@@ -227,7 +288,9 @@ def main(
         raise typer.BadParameter(f"{case} is none of {', '.join(CASES)}, all")
     end_cleanly()
     report = Report("bench.trace", sys.argv[1:])
-    report.machine["model"] = f"{DEVICE.model.name}: prefill {DEVICE.prefill:,.0f} tokens/s, memory {DEVICE.bandwidth / 1e12:.1f} TB/s"
+    report.machine["model"] = (
+        f"{DEVICE.model.name}: prefill {DEVICE.prefill:,.0f} tokens/s, memory {DEVICE.bandwidth / 1e12:.1f} TB/s"
+    )
     found = sources(trace, 30 if quick else requests)
     measures: dict[str, Callable[[], None]] = {
         "formats": lambda: formats(report, found),

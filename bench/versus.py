@@ -27,7 +27,11 @@ from bench.report import Report
 
 BATCH = 32
 PEERS, VLLM = ROOT / ".venv-peers" / "bin" / "python", ROOT / ".venv-vllm" / "bin" / "python"
-CUDA = {"LD_LIBRARY_PATH": os.pathsep.join([str(PEERS.parent.parent / "lib" / "cuda"), os.environ.get("LD_LIBRARY_PATH", "")]).rstrip(os.pathsep)}
+CUDA = {
+    "LD_LIBRARY_PATH": os.pathsep.join(
+        [str(PEERS.parent.parent / "lib" / "cuda"), os.environ.get("LD_LIBRARY_PATH", "")]
+    ).rstrip(os.pathsep)
+}
 MARKS: dict[str, tuple[str, float]] = {"redis": (">=", 5.0), "mooncake-dummy": (">=", 1.5)}
 JUDGED = MiB
 
@@ -49,7 +53,7 @@ class Pair:
             made = "bench/peers.sh .venv-peers" if self.python == PEERS else "make test-vllm"
             return f"there is no {self.python.parent.parent.name}: say {made}"
         if self.key == "redis" and not (shutil.which("redis-server") or shutil.which("valkey-server")):
-            return "there is no redis-server and no valkey-server: say tests/redis.sh"
+            return "there is no redis-server and no valkey-server: say tests/support/redis.sh"
         return ""
 
 
@@ -60,7 +64,13 @@ PAIRS = (
     Pair("mooncake-tcp", "Mooncake, TCP", python=PEERS, environment=CUDA),
     Pair("nixl", "NIXL POSIX, page cache", python=PEERS),
     Pair("nixl-direct", "NIXL POSIX, O_DIRECT", "kvtier-ssd", PEERS),
-    Pair("vllm-files", "vLLM's file tier", "kvtier-ssd", VLLM, environment={"VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}),
+    Pair(
+        "vllm-files",
+        "vLLM's file tier",
+        "kvtier-ssd",
+        VLLM,
+        environment={"VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"},
+    ),
 )
 
 Turn = tuple[str, str]  # contestant, verb
@@ -77,14 +87,28 @@ class Match:
         for name in ("copy", pair.ours, pair.key):
             python, environment = (pair.python, pair.environment) if name == pair.key else (Path(sys.executable), {})
             directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=where))
-            arguments = ["-m", "bench.contest", name, "--batches", str(batches), "--batch", str(BATCH), "--size", str(size), "--dir", directory]
+            arguments = [
+                "-m",
+                "bench.contest",
+                name,
+                "--batches",
+                str(batches),
+                "--batch",
+                str(BATCH),
+                "--size",
+                str(size),
+                "--dir",
+                directory,
+            ]
             self.workers[name] = stack.enter_context(Worker(arguments, python=str(python), environment=environment))
             self.workers[name].ask("warm", 300.0)
 
     def phases(self, verb: str) -> list[Turn]:
         """Who takes turns at "put", "get" or "get without a copy"; a peer may have several ways."""
         kinds = [(name, one) for name, worker in self.workers.items() for one in worker.ready["verbs"]]
-        return [(name, one) for name, one in kinds if one == verb or (one.startswith(f"{verb} ") and "without" not in one)]
+        return [
+            (name, one) for name, one in kinds if one == verb or (one.startswith(f"{verb} ") and "without" not in one)
+        ]
 
     def window(self, turn: Turn, seconds: float) -> Window:
         """One trial of one phase. CPU seconds are those of the contestant and its servers."""
@@ -94,7 +118,9 @@ class Match:
         pids = {"client": worker.pid, **worker.ready["servers"]}
         before = {who: cpu_seconds(pid) for who, pid in pids.items()}
         found = worker.ask("window", 120.0, verb=turn[1], seconds=seconds)
-        return Window(found["elapsed"], found["calls"], {who: cpu_seconds(pid) - before[who] for who, pid in pids.items()})
+        return Window(
+            found["elapsed"], found["calls"], {who: cpu_seconds(pid) - before[who] for who, pid in pids.items()}
+        )
 
     def play(self, verb: str, effort: Effort) -> dict[Turn, Phase]:
         """All trials of a verb."""
@@ -119,7 +145,9 @@ class Match:
 
 def best(phases: Iterable[Phase]) -> list[float]:
     """The best rate of each trial, of a peer that has several ways."""
-    return [max(window.rate for window in windows) for windows in zip(*(phase.windows for phase in phases), strict=True)]
+    return [
+        max(window.rate for window in windows) for windows in zip(*(phase.windows for phase in phases), strict=True)
+    ]
 
 
 def rows(report: Report, match: Match, verb: str, done: dict[Turn, Phase]) -> None:
@@ -131,7 +159,14 @@ def rows(report: Report, match: Match, verb: str, done: dict[Turn, Phase]) -> No
     ceiling = (copy.rate * gigabytes, ratios(ours, copy)) if copy else (None, None)
     report.add(case, pair.ours, ours.rate * gigabytes, "GB/s", *ceiling)
     for (_, how), phase in theirs.items():
-        report.add(case, f"{pair.name}{how.removeprefix(verb)}", phase.rate * gigabytes, "GB/s", ceiling[0], ratios(phase, copy) if copy else None)
+        report.add(
+            case,
+            f"{pair.name}{how.removeprefix(verb)}",
+            phase.rate * gigabytes,
+            "GB/s",
+            ceiling[0],
+            ratios(phase, copy) if copy else None,
+        )
     other = best(theirs.values())
     against = [window.rate / rate for window, rate in zip(ours.windows, other, strict=True)]
     mark = MARKS.get(pair.key) if match.size == JUDGED and verb in ("put", "get") else None
@@ -169,11 +204,16 @@ def compete(report: Report, pair: Pair, size: int, quick: bool, where: Path) -> 
 
 
 def main(
-    peers: Annotated[list[str] | None, typer.Argument(help="Which peers: " + ", ".join(pair.key for pair in PAIRS) + ". [default: all]")] = None,
+    peers: Annotated[
+        list[str] | None,
+        typer.Argument(help="Which peers: " + ", ".join(pair.key for pair in PAIRS) + ". [default: all]"),
+    ] = None,
     quick: Annotated[bool, typer.Option(help="Walk through everything, measure nothing worth reading.")] = False,
     strict: Annotated[bool, typer.Option(help="Exit with 1 if a mark is missed.")] = False,
     json: Annotated[Path | None, typer.Option(help="Keep the rows in this file.")] = None,
-    directory: Annotated[Path | None, typer.Option("--dir", help="Where files go. [default: the temporary directory]")] = None,
+    directory: Annotated[
+        Path | None, typer.Option("--dir", help="Where files go. [default: the temporary directory]")
+    ] = None,
 ) -> None:
     """kvtier beside its peers on this host."""
     end_cleanly()

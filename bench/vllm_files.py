@@ -52,7 +52,10 @@ class Files(Contestant):
         self.context = ReqContext("benchmark")
         self.most = 8  # its files pile up until the end: deleting them between windows made the disk slow for everybody
         self.verbs = {"put": lambda i: self.put(i, 1), "get": lambda i: self.get(i, 1)}
-        self.verbs |= {f"put by {JOBS} jobs": lambda i: self.put(i, JOBS), f"get by {JOBS} jobs": lambda i: self.get(i, JOBS)}
+        self.verbs |= {
+            f"put by {JOBS} jobs": lambda i: self.put(i, JOBS),
+            f"get by {JOBS} jobs": lambda i: self.get(i, JOBS),
+        }
 
     def make_memory(self) -> tuple[Bytes, Bytes]:
         made = Field(2 * self.field.batches, self.field.batch, self.field.size, "", self.field.stack).memory(True)

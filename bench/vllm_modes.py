@@ -18,9 +18,9 @@ import typer
 from bench.harness import MiB, end_cleanly, median
 from bench.report import Report
 from bench.vllm_restore import export
-from tests.daemon import Daemon
-from tests.vllm.dual import DualEngine
-from tests.vllm.engine import prompt
+from tests.connectors.vllm.dual import DualEngine
+from tests.connectors.vllm.engine import prompt
+from tests.support.daemon import Daemon
 
 MODES = ("native", "dual", "expand")
 COUNTED = {
@@ -35,10 +35,16 @@ BYTES_MARK = 0.52  # of native, scales and padding included
 def measure(mode: str, model: Path, lengths: list[int], rounds: int) -> dict[tuple[int, str], list[float]]:
     """{(tokens, what): one value a round} of one engine."""
     found: dict[tuple[int, str], list[float]] = {}
-    options: dict[str, Any] = {"max_model_len": max(lengths) + 64, "max_num_batched_tokens": max(lengths) + 64, "max_num_seqs": 2}
+    options: dict[str, Any] = {
+        "max_model_len": max(lengths) + 64,
+        "max_num_batched_tokens": max(lengths) + 64,
+        "max_num_seqs": 2,
+    }
     with (
         Daemon(2048 * MiB) as daemon,
-        DualEngine(model, daemon.socket, dual=mode == "dual", settings={"mode": mode}, block_size=32, **options) as engine,
+        DualEngine(
+            model, daemon.socket, dual=mode == "dual", settings={"mode": mode}, block_size=32, **options
+        ) as engine,
     ):
         for place, length in enumerate(lengths):
             for number in range(rounds + 1):  # the first is a warm-up
@@ -79,13 +85,27 @@ def main(
         found = {mode: measure(mode, model, lengths, rounds) for mode in MODES}
     for length in lengths:
         for mode in MODES:
-            for what in ("bytes over the link", "restore", "of it expanding", "bytes written by expanding", "time to first token"):
+            for what in (
+                "bytes over the link",
+                "restore",
+                "of it expanding",
+                "bytes written by expanding",
+                "time to first token",
+            ):
                 value, ceiling = median(found[mode][length, what]), median(found["native"][length, what])
                 if "expanding" in what and mode != "expand":
                     continue
                 unit = COUNTED[what][1] if what in COUNTED else "s"
                 mark = ("<=", BYTES_MARK * ceiling) if what == "bytes over the link" and mode != "native" else None
-                report.add(f"{mode}, {length} tokens", what, value, unit, ceiling or None, value / ceiling if ceiling else None, mark)
+                report.add(
+                    f"{mode}, {length} tokens",
+                    what,
+                    value,
+                    unit,
+                    ceiling or None,
+                    value / ceiling if ceiling else None,
+                    mark,
+                )
     raise SystemExit(report.finish(json, strict))
 
 

@@ -21,10 +21,10 @@ import typer
 
 from bench.harness import MiB, end_cleanly, median, percentile
 from bench.report import Report
-from tests.daemon import Daemon
-from tests.vllm.engine import Engine, prompt
-from tests.vllm.models import make
-from tests.vllm.patience import PRODUCTION
+from tests.connectors.vllm.engine import Engine, prompt
+from tests.connectors.vllm.models import make
+from tests.connectors.vllm.patience import PRODUCTION
+from tests.support.daemon import Daemon
 
 RESTORE_MARK = 0.2
 LIVE_MARK, SILENT_MARK = 2.0, 10.0  # milliseconds
@@ -34,17 +34,27 @@ def export(directory: Path) -> Path:
     """SmolLM2-135M-Instruct (4-bit weights, decoded) as a plain Llama checkpoint in BF16, for engines that read safetensors."""
     from safetensors.torch import save_file
 
-    from kvtier.workbench.smollm import load
+    from kvtier.quality.smollm import load
 
     model = load()
     shape, weights = model.shape, model.weights
-    layer_names = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm", **{n: f"self_attn.{n}_proj" for n in "qkvo"}}
+    layer_names = {
+        "attention_norm": "input_layernorm",
+        "mlp_norm": "post_attention_layernorm",
+        **{n: f"self_attn.{n}_proj" for n in "qkvo"},
+    }
     layer_names |= {name: f"mlp.{name}_proj" for name in ("gate", "up", "down")}
     tensors = {"model.embed_tokens.weight": weights["embedding"], "model.norm.weight": weights["norm"]}
     for layer in range(shape.layers):
-        tensors |= {f"model.layers.{layer}.{theirs}.weight": weights[f"{layer}.{ours}"] for ours, theirs in layer_names.items()}
+        tensors |= {
+            f"model.layers.{layer}.{theirs}.weight": weights[f"{layer}.{ours}"] for ours, theirs in layer_names.items()
+        }
     directory.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.to(torch.bfloat16).contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in tensors.items()},
+        directory / "model.safetensors",
+        {"format": "pt"},
+    )
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -70,7 +80,11 @@ def export(directory: Path) -> Path:
 
 def restoring(report: Report, model: Path, lengths: list[int], rounds: int) -> None:
     """Time to the first token, restored over recomputed."""
-    options: dict[str, Any] = {"max_model_len": max(lengths) + 64, "max_num_batched_tokens": max(lengths) + 64, "max_num_seqs": 2}
+    options: dict[str, Any] = {
+        "max_model_len": max(lengths) + 64,
+        "max_num_batched_tokens": max(lengths) + 64,
+        "max_num_seqs": 2,
+    }
     with Daemon(4096 * MiB) as daemon:  # all prompts of all rounds: nothing is evicted
         times: dict[tuple[str, int], list[float]] = {}
         for kind in ("recompute", "restore"):
@@ -78,20 +92,44 @@ def restoring(report: Report, model: Path, lengths: list[int], rounds: int) -> N
                 with Engine(model, daemon.socket, **options) as engine:
                     engine.ask("limits", **PRODUCTION)
                     for place, length in enumerate(lengths):
-                        base = 10_000 * place  # else a longer prompt would begin with the shorter one, which the engine holds itself
+                        base = (
+                            10_000 * place
+                        )  # else a longer prompt would begin with the shorter one, which the engine holds itself
                         for warm in range(2):
-                            engine.run(prompt(base + 900 + 10 * number + warm + (5 if kind == "restore" else 0), length), max_tokens=1)
+                            engine.run(
+                                prompt(base + 900 + 10 * number + warm + (5 if kind == "restore" else 0), length),
+                                max_tokens=1,
+                            )
                         answer = engine.run(prompt(base + number, length), max_tokens=1)
                         external = answer["external"]
-                        assert (external >= length - 128) == (kind == "restore"), (kind, external, engine.said()[-2000:])
+                        assert (external >= length - 128) == (kind == "restore"), (
+                            kind,
+                            external,
+                            engine.said()[-2000:],
+                        )
                         times.setdefault((kind, length), []).append(answer["seconds"])
                         engine.ask("settle")
     for length in lengths:
         slow, quick = times["recompute", length], times["restore", length]
         report.add(f"restore, {length} tokens", "time to first token, recomputed", median(slow), "s")
         ratios = [b / a for a, b in zip(slow, quick, strict=True)]
-        report.add(f"restore, {length} tokens", "time to first token, restored", median(quick), "s", median(slow), median(ratios))
-        report.add(f"restore, {length} tokens", "restored over recomputed", median(ratios), "ratio", 1.0, None, ("<=", RESTORE_MARK))
+        report.add(
+            f"restore, {length} tokens",
+            "time to first token, restored",
+            median(quick),
+            "s",
+            median(slow),
+            median(ratios),
+        )
+        report.add(
+            f"restore, {length} tokens",
+            "restored over recomputed",
+            median(ratios),
+            "ratio",
+            1.0,
+            None,
+            ("<=", RESTORE_MARK),
+        )
 
 
 def asking(report: Report, model: Path, requests: int) -> None:
@@ -110,7 +148,9 @@ def asking(report: Report, model: Path, requests: int) -> None:
         engine.ask("settle")
         _times(report, "a live daemon", engine.ask("watched"), LIVE_MARK)
         after, status = engine.ask("state"), daemon.status()
-        report.add(f"{requests} requests", "threads more", after["threads"] - before["threads"], "", None, None, ("<=", 0))
+        report.add(
+            f"{requests} requests", "threads more", after["threads"] - before["threads"], "", None, None, ("<=", 0)
+        )
         report.add(f"{requests} requests", "bytes leased or reserved", status["held_bytes"], "B", None, None, ("<=", 0))
         report.add(f"{requests} requests", "anonymous memory more", (after["rss"] - before["rss"]) / MiB, "MiB")
         with daemon.stopped():
@@ -147,7 +187,9 @@ def main(
     ]
     report = Report("bench.vllm_restore", arguments)
     with tempfile.TemporaryDirectory(prefix="kvtier-bench-") as directory:
-        restoring(report, export(Path(directory) / "smollm2"), [2048] if quick else [2048, 4096], 1 if quick else rounds)
+        restoring(
+            report, export(Path(directory) / "smollm2"), [2048] if quick else [2048, 4096], 1 if quick else rounds
+        )
         asking(report, make(Path(directory) / "tiny"), 40 if quick else 500)
     raise SystemExit(report.finish(json, strict))
 

@@ -15,9 +15,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.daemon import Daemon, MiB
-from tests.vllm.engine import PROMPT, Engine
-from tests.vllm.models import make, scale
+from tests.connectors.vllm.engine import PROMPT, Engine
+from tests.connectors.vllm.models import make, scale
+from tests.support.daemon import Daemon, MiB
 
 if os.environ.get("KVTIER_FILE_TIER"):  # in the engine, not in the process that starts it
     from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
@@ -96,7 +96,10 @@ def main() -> None:
         root = Path(name)
         tiny = make(root / "tiny")
         options = {"environment": {"KVTIER_FILE_TIER": "1"}}
-        kinds: dict[str, dict[str, Any]] = {"vLLM's file tier": {"transfer": file_tier(root / "files"), **options}, "kvtier": {}}
+        kinds: dict[str, dict[str, Any]] = {
+            "vLLM's file tier": {"transfer": file_tier(root / "files"), **options},
+            "kvtier": {},
+        }
         rows, right = [], True
         for kind, more in kinds.items():
             scale(tiny, root / "model", 0.05, 0.02)

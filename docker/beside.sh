@@ -18,4 +18,4 @@ while read -r line; do
     { echo "installing kvtier has changed ${line%%==*}" >&2; exit 1; }
 done </tmp/kvtier-pinned.txt
 rm /tmp/kvtier-pinned.txt
-python3 -c 'import kvtier, kvtier.client, kvtier.views, kvtier_kernels; print("kvtier", kvtier.__version__)'
+python3 -c 'import kvtier, kvtier.client.api, kvtier.format.views, kvtier_kernels; print("kvtier", kvtier.__version__)'

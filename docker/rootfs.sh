@@ -58,9 +58,9 @@ for _ in $(seq 300); do grep -q ^ready "$root/tmp/said" && break; sleep 0.1; don
 (as 10001 kvtier status --json --address unix:/run/kvtier/kvtier.sock) >/dev/null # the healthcheck
 (as 10000 python3 -) <<'PYTHON'
 import numpy as np
-from kvtier.client import Client
-from kvtier.identity import CHAIN, Description, HashScheme
-from kvtier.layout import opaque
+from kvtier.client.api import Client
+from kvtier.format.identity import CHAIN, Description, HashScheme
+from kvtier.format.layout import opaque
 
 description = Description("org/m", "1" * 40, opaque(60000, "ab" * 32, engine_tokens=16), HashScheme(CHAIN, "0", 16))
 with Client("unix:/run/kvtier/kvtier.sock") as client:

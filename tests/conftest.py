@@ -7,6 +7,7 @@ aloud, and `make test-torch` runs them where it is.
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
-    from tests.daemon import Daemon, Patient
+    from tests.support.daemon import Daemon, Patient
+
+# gRPC reads this when it is imported. With its own handlers for fork it aborts one in 30 of the children that subprocess
+# forks with a preexec_fn, as tests.support.daemon does (grpcio 1.85).
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:  # tests import bench and each other's helpers from the root
@@ -29,7 +34,7 @@ settings.load_profile("kvtier")
 @pytest.fixture(scope="module")
 def running() -> Iterator[Daemon]:
     """A daemon for the tests of a module."""
-    from tests.daemon import Daemon  # here: tests of the kernels run where the daemon's libraries are not
+    from tests.support.daemon import Daemon  # here: tests of the kernels run where the daemon's libraries are not
 
     with Daemon() as daemon:
         yield daemon

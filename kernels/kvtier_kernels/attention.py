@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from kvtier.errors import Invalid
-from kvtier_kernels import settings
+from kvtier_kernels import tuning
 from kvtier_kernels.merge import merge
 from kvtier_kernels.paged import SCALES, Paged, Rows
 from kvtier_kernels.tile import (
@@ -114,7 +114,11 @@ def _decode(
         sink = tl.load(sinks + head * GROUP + m, mask=m < tl.where(part == 0, GROUP, 0), other=NONE)
     output, lse = finish(acc, top, total, unit, sink, SINKS)
     row = ((sequence * kv_heads + head) * GROUP + m) * SPLITS + part
-    tl.store(outputs + row[:, None] * VALUE_WIDTH + dv[None, :], output, mask=(m < GROUP)[:, None] & (dv < VALUE_WIDTH)[None, :])
+    tl.store(
+        outputs + row[:, None] * VALUE_WIDTH + dv[None, :],
+        output,
+        mask=(m < GROUP)[:, None] & (dv < VALUE_WIDTH)[None, :],
+    )
     tl.store(lses + row, lse, mask=m < GROUP)
 
 
@@ -141,7 +145,7 @@ def decode(
     scale     of the logits, width ** -0.5 if None. window: a query sees that many last tokens. cap: of the logits, 0 for none
     sinks     f32 [heads]: one more logit a head, of no value, in the softmax and in the lse
     dtype     of the output, that of the queries if None
-    splits    parts that the keys are cut into, chosen by `settings.splits` if None
+    splits    parts that the keys are cut into, chosen by `tuning.splits` if None
 
     Raises Invalid for shapes, formats and head dims that no kernel was checked for.
     """
@@ -149,12 +153,14 @@ def decode(
     sequences, heads, width = queries.shape
     value_width, kv_heads = cache.values.width, cache.heads
     modes = [SCALES[plane.granularity] for plane in cache]
-    tune = settings.decode(max(width, value_width), cache.tokens, 3 in modes)
-    parts = splits or settings.splits(queries.device, sequences * kv_heads, -(-most // tune.tile))
+    tune = tuning.decode(max(width, value_width), cache.tokens, 3 in modes)
+    parts = splits or tuning.splits(queries.device, sequences * kv_heads, -(-most // tune.tile))
     dtype = dtype or queries.dtype
-    outputs = torch.empty((sequences, heads, parts, value_width), dtype=dtype if parts == 1 else torch.float32, device=queries.device)
+    outputs = torch.empty(
+        (sequences, heads, parts, value_width), dtype=dtype if parts == 1 else torch.float32, device=queries.device
+    )
     lses = torch.empty((sequences, heads, parts), dtype=torch.float32, device=queries.device)
-    known = settings.knows_e4m3(queries.device)
+    known = tuning.knows_e4m3(queries.device)
     flags = cache.flags if cache.flags is not None else table
     _decode[(sequences, kv_heads, parts)](
         Rows(queries, queries.stride(0), queries.stride(1), 0), cache.keys.side(known), cache.values.side(known), flags, table, lengths,
@@ -168,23 +174,38 @@ def decode(
     return (outputs[:, :, 0], lses[:, :, 0]) if parts == 1 else merge(outputs, lses, dtype)
 
 
-def check(queries: torch.Tensor, cache: Paged, table: torch.Tensor, lengths: torch.Tensor, sinks: torch.Tensor | None) -> int:
+def check(
+    queries: torch.Tensor, cache: Paged, table: torch.Tensor, lengths: torch.Tensor, sinks: torch.Tensor | None
+) -> int:
     """Raises Invalid unless all fit together, and returns the query heads of one KV head. Shared with `prefill`."""
-    if queries.dim() != 3 or queries.stride(2) != 1 or queries.shape[2] != cache.keys.width or queries.shape[1] % cache.heads:
+    if (
+        queries.dim() != 3
+        or queries.stride(2) != 1
+        or queries.shape[2] != cache.keys.width
+        or queries.shape[1] % cache.heads
+    ):
         raise Invalid(f"queries {tuple(queries.shape)} do not fit {cache.heads} KV heads of width {cache.keys.width}")
-    if any(stride % 16 for stride in queries.stride()[:2]) or queries.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise Invalid(f"queries are bf16, fp16 or f32 with rows on multiples of 16 elements, not {queries.dtype} of strides {queries.stride()}")
+    if any(stride % 16 for stride in queries.stride()[:2]) or queries.dtype not in (
+        torch.bfloat16,
+        torch.float16,
+        torch.float32,
+    ):
+        raise Invalid(
+            f"queries are bf16, fp16 or f32 with rows on multiples of 16 elements, not {queries.dtype} of strides {queries.stride()}"
+        )
     if cache.device != queries.device or (sinks is not None and sinks.device != queries.device):
         raise Invalid(f"cache and sinks must be on {queries.device}, like the queries")
     for plane in cache:
-        settings.check_width(plane.width)
+        tuning.check_width(plane.width)
         if plane.codes is not None and plane.scales is None:
             raise Invalid("attention over FP8 needs its scales")
     if cache.tokens < 16 or cache.tokens & (cache.tokens - 1):
         raise Invalid(f"a page must have 16 tokens or a larger power of two, not {cache.tokens}")
     for name, x, dims in (("table", table, 2), ("lengths", lengths, 1)):
         if x.dtype != torch.int32 or x.dim() != dims or x.stride(dims - 1) != 1 or x.device != queries.device:
-            raise Invalid(f"{name} must be int32 of {dims} dimensions beside the queries, not {x.dtype} of shape {tuple(x.shape)}")
+            raise Invalid(
+                f"{name} must be int32 of {dims} dimensions beside the queries, not {x.dtype} of shape {tuple(x.shape)}"
+            )
     if sinks is not None and (sinks.dtype != torch.float32 or sinks.shape != (queries.shape[1],)):
         raise Invalid(f"sinks must be f32 [{queries.shape[1]}], not {sinks.dtype} of shape {tuple(sinks.shape)}")
     if table.shape[0] != lengths.shape[0]:

@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 
 from kvtier.errors import Invalid
-from kvtier_kernels import settings
+from kvtier_kernels import tuning
+from kvtier_kernels.batch_plan import DATA_AT, FIELDS, NATIVE_AT, SCALE_TYPES, SCALES_AT, BatchPlan, Sort
 from kvtier_kernels.fp8 import decode
 from kvtier_kernels.paged import SCALES, rows
-from kvtier_kernels.plan import DATA_AT, FIELDS, NATIVE_AT, SCALE_TYPES, SCALES_AT, Plan, Sort
 
 _FIELDS, _NATIVE_AT = tl.constexpr(FIELDS), tl.constexpr(NATIVE_AT)
 _DATA_AT, _SCALES_AT = tl.constexpr(DATA_AT), tl.constexpr(SCALES_AT)
@@ -43,7 +43,12 @@ def _expand(
     entry = table + row * _FIELDS
     d = tl.arange(0, WIDE)
     target = native.start + tl.multiple_of(tl.load(entry + _NATIVE_AT), 8) + page * native.page + head * native.head
-    data = bodies + block * pitch + head * head_stride + tl.multiple_of(tl.load(entry + _DATA_AT), 8 if SCALES == 0 else 16)
+    data = (
+        bodies
+        + block * pitch
+        + head * head_stride
+        + tl.multiple_of(tl.load(entry + _DATA_AT), 8 if SCALES == 0 else 16)
+    )
     scales = body_scales + block * scale_pitch + head * scale_head_stride + tl.load(entry + _SCALES_AT)
     e = first // TOKENS
     for at in range(0, PAGE, TILE):
@@ -58,7 +63,11 @@ def _expand(
                 x = wide * tl.load(scales + first + t, mask=t < PAGE, other=0.0).to(tl.float32)[:, None]
             else:
                 x = wide * tl.load(scales + e * WIDTH + d, mask=d < WIDTH, other=0.0).to(tl.float32)[None, :]
-        tl.store(target + tl.multiple_of(t * native.token, 16)[:, None] + d[None, :], x.to(native.start.dtype.element_ty), mask=inside)
+        tl.store(
+            target + tl.multiple_of(t * native.token, 16)[:, None] + d[None, :],
+            x.to(native.start.dtype.element_ty),
+            mask=inside,
+        )
 
 
 class Expander:
@@ -70,13 +79,15 @@ class Expander:
         self._seconds = 0.0
         self._pending: list[tuple[Any, Any]] = []
 
-    def expand(self, plan: Plan, bodies: torch.Tensor, pages: torch.Tensor) -> None:
+    def expand(self, plan: BatchPlan, bodies: torch.Tensor, pages: torch.Tensor) -> None:
         """Scatters the bodies [blocks, >= body_bytes] as native elements to their pages [blocks, pages of a block].
 
         Raises Invalid if expanding was not asked for, and for shapes. Returns at once.
         """
         if not self.enabled:
-            raise Invalid("expand is off: it dequantizes through memory. Ask for it by name (Expander(enabled=True)), or use restore")
+            raise Invalid(
+                "expand is off: it dequantizes through memory. Ask for it by name (Expander(enabled=True)), or use restore"
+            )
         blocks = plan.check(pages, bodies)
         if not blocks:
             return
@@ -94,7 +105,12 @@ class Expander:
             self._settle(PENDING)
         else:
             self._seconds += time.perf_counter() - began
-        native = blocks * plan.heads * plan.extents.group.tokens * sum(sort.rows * sort.part.width * 2 for sort in plan.sorts)
+        native = (
+            blocks
+            * plan.heads
+            * plan.extents.group.tokens
+            * sum(sort.rows * sort.part.width * 2 for sort in plan.sorts)
+        )
         self.launches += len(plan.sorts)
         self.blocks += blocks
         self.bytes_read += blocks * plan.extents.body_bytes
@@ -113,16 +129,16 @@ class Expander:
             self._seconds += before.elapsed_time(after) / 1e3
 
 
-def _launch(plan: Plan, sort: Sort, bodies: torch.Tensor, pages: torch.Tensor) -> None:
+def _launch(plan: BatchPlan, sort: Sort, bodies: torch.Tensor, pages: torch.Tensor) -> None:
     part, native = sort.part, sort.first.native
     if native is None:
         raise Invalid("an FP8 cache has no native pages to expand into")
     data = bodies.view(native.dtype) if part.native else bodies
-    if not part.native and settings.knows_e4m3(plan.device):
+    if not part.native and tuning.knows_e4m3(plan.device):
         data = bodies.view(torch.float8_e4m3fn)
     scales = bodies if part.native else bodies.view(SCALE_TYPES[part.scale_dtype])
     stride, wide = plan.extents.head_stride, triton.next_power_of_2(part.width)
-    tune = settings.copying(plan.page, wide)
+    tune = tuning.copying(plan.page, wide)
     _expand[(pages.numel(), sort.rows, plan.heads)](
         rows(native), data, scales, pages, sort.table, data.stride(0), scales.stride(0), stride // data.element_size(),
         stride // scales.element_size(),

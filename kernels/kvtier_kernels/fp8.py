@@ -57,5 +57,7 @@ def to_fp16(x):
     if x.dtype == tl.float16:
         return x
     wide = x.to(tl.float32)
-    wide = tl.minimum(tl.maximum(wide, -FP16_MAX, propagate_nan=tl.PropagateNan.ALL), FP16_MAX, propagate_nan=tl.PropagateNan.ALL)
+    wide = tl.minimum(
+        tl.maximum(wide, -FP16_MAX, propagate_nan=tl.PropagateNan.ALL), FP16_MAX, propagate_nan=tl.PropagateNan.ALL
+    )
     return wide.to(tl.float16)

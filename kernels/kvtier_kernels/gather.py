@@ -11,9 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kvtier_kernels import paged, settings
-from kvtier_kernels.paged import SCALES, Side
-from kvtier_kernels.plan import (
+from kvtier_kernels import paged, tuning
+from kvtier_kernels.batch_plan import (
     CODES_AT,
     DATA_AT,
     FIELDS,
@@ -23,11 +22,12 @@ from kvtier_kernels.plan import (
     SCALE_TYPES,
     SCALES_AT,
     SLOT_SCALES_AT,
-    Plan,
+    BatchPlan,
     Sort,
     token_rows,
     zero_padding,
 )
+from kvtier_kernels.paged import SCALES, Side
 
 _FIELDS, _CODES_AT, _SLOT_SCALES_AT = tl.constexpr(FIELDS), tl.constexpr(CODES_AT), tl.constexpr(SLOT_SCALES_AT)
 _DATA_AT, _SCALES_AT, _INDEX = tl.constexpr(DATA_AT), tl.constexpr(SCALES_AT), tl.constexpr(INDEX)
@@ -47,7 +47,7 @@ def _gather(
     first = e * TOKENS
     page_of = pages + block * (BLOCKS * TOKENS // PAGE)
     page = tl.load(page_of + first // PAGE).to(tl.int64)
-    if FLAGGED:  # noqa: SIM102, one `if` is decided at compile time, the other at run time
+    if FLAGGED:  # noqa: SIM102
         if tl.load(flags + page) == 0:
             return  # native: quantized by `quantize`
     entry = table + row * _FIELDS
@@ -61,7 +61,11 @@ def _gather(
         tl.store(scales + (e if PER_BLOCK else 0), scale.to(scales.dtype.element_ty))
     elif SCALES == 3:
         each: tl.constexpr = WIDTH // _CHANNEL_ROWS
-        scale = tl.load(slot_scales + page * side.scales.page + (d // each) * side.scales.token + d % each, mask=d < WIDTH, other=0.0)
+        scale = tl.load(
+            slot_scales + page * side.scales.page + (d // each) * side.scales.token + d % each,
+            mask=d < WIDTH,
+            other=0.0,
+        )
         tl.store(scales + e * WIDTH + d, scale.to(scales.dtype.element_ty), mask=d < WIDTH)
     clips = tl.zeros([TILE], tl.int32)
     odd = tl.zeros([TILE], tl.int32)
@@ -69,7 +73,9 @@ def _gather(
         t = at + tl.arange(0, TILE)
         live = t < TOKENS
         inside = live[:, None] & (d < WIDTH)[None, :]
-        codes = tl.load(source + token_rows(page_of, first + t, live, side.codes, PAGE)[:, None] + d[None, :], mask=inside, other=0)
+        codes = tl.load(
+            source + token_rows(page_of, first + t, live, side.codes, PAGE)[:, None] + d[None, :], mask=inside, other=0
+        )
         tl.store(data + (first + t)[:, None] * WIDTH + d[None, :], codes, mask=inside)
         if SCALES == 2:
             spot = tl.load(page_of + (first + t) // PAGE, mask=live, other=0).to(tl.int64) * side.scales.page
@@ -85,7 +91,13 @@ def _gather(
     zero_padding(bodies + block * pitch + head * head_stride, entry, e == 0, _PAD_AT, _PAD_BYTES)
 
 
-def gather(plan: Plan, pages: torch.Tensor, bodies: torch.Tensor, nonfinite: torch.Tensor, clipped: torch.Tensor | None = None) -> None:
+def gather(
+    plan: BatchPlan,
+    pages: torch.Tensor,
+    bodies: torch.Tensor,
+    nonfinite: torch.Tensor,
+    clipped: torch.Tensor | None = None,
+) -> None:
     """Writes the bodies of blocks whose pages hold FP8; pages whose flag says native are left out, as are native parts.
 
     pages and bodies as in `quantize`, padding included. nonfinite and clipped: int32 [blocks * engine blocks, layers, parts, heads], of which the
@@ -99,11 +111,17 @@ def gather(plan: Plan, pages: torch.Tensor, bodies: torch.Tensor, nonfinite: tor
 
 
 def _launch(
-    plan: Plan, sort: Sort, pages: torch.Tensor, bodies: torch.Tensor, nonfinite: torch.Tensor, clipped: torch.Tensor | None, blocks: int
+    plan: BatchPlan,
+    sort: Sort,
+    pages: torch.Tensor,
+    bodies: torch.Tensor,
+    nonfinite: torch.Tensor,
+    clipped: torch.Tensor | None,
+    blocks: int,
 ) -> None:
     part, scales = sort.part, bodies.view(SCALE_TYPES[sort.part.scale_dtype])
     stride, wide = plan.extents.head_stride, triton.next_power_of_2(part.width)
-    tune = settings.copying(plan.tokens, wide)
+    tune = tuning.copying(plan.tokens, wide)
     _gather[(blocks * plan.engine_blocks, sort.rows, plan.heads)](
         Side(*sort.first.side(False)), bodies, scales, nonfinite if clipped is None else clipped, nonfinite, pages,
         pages if plan.flags is None else plan.flags, sort.table, bodies.stride(0), scales.stride(0), stride, stride // scales.element_size(),

@@ -53,7 +53,9 @@ def _dot(builder: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imp
 
     def plain(handle: Any) -> Any:
         dtype = handle.dtype.scalar
-        return _tensor(handle.data, dtype).float().numpy() if dtype in TORCH and dtype is not tl.float32 else handle.data
+        return (
+            _tensor(handle.data, dtype).float().numpy() if dtype in TORCH and dtype is not tl.float32 else handle.data
+        )
 
     product = np.matmul(plain(a), plain(b), dtype=d.data.dtype)
     return interpreter.TensorHandle(product + d.data, d.dtype.scalar)

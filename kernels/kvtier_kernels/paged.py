@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvtier.errors import Invalid
-from kvtier.layout import GRANULARITIES
+from kvtier.format.layout import GRANULARITIES
 
 NATIVE, FP8, MIXED = 0, 1, 2  # what a cache's pages hold; MIXED: each page's flag says which
 WIDTHS = (64, 96, 128, 192, 256)  # head dims that are compiled, checked and tested
@@ -66,17 +66,26 @@ class Plane:
             raise Invalid(f"granularity must be one of {sorted(GRANULARITIES)}, not {self.granularity!r}")
         if self.native is None and self.codes is None:
             raise Invalid("a plane has native elements, codes, or both")
-        for name, view, dtypes in (("native", self.native, (torch.bfloat16, torch.float16)), ("codes", self.codes, (torch.uint8,))):
+        for name, view, dtypes in (
+            ("native", self.native, (torch.bfloat16, torch.float16)),
+            ("codes", self.codes, (torch.uint8,)),
+        ):
             if view is None:
                 continue
             if view.dim() != 4 or view.dtype not in dtypes or view.shape != self.any.shape:
-                raise Invalid(f"{name} must be {dtypes} of shape [pages, heads, tokens, width], not {view.dtype} of shape {tuple(view.shape)}")
+                raise Invalid(
+                    f"{name} must be {dtypes} of shape [pages, heads, tokens, width], not {view.dtype} of shape {tuple(view.shape)}"
+                )
             # Kernels promise the compiler rows on multiples of 16 elements, or every load becomes one of single bytes.
             if view.stride(3) != 1 or any(stride % 16 for stride in view.stride()[:3]) or view.data_ptr() % 16:
-                raise Invalid(f"rows of {name} must start on multiples of 16 elements and be contiguous; strides are {view.stride()}")
+                raise Invalid(
+                    f"rows of {name} must start on multiples of 16 elements and be contiguous; strides are {view.stride()}"
+                )
             # Pages are counted in 64 bits, heads and tokens within one in 32.
             if (view.shape[1] - 1) * view.stride(1) + (view.shape[2] - 1) * view.stride(2) + view.shape[3] > 2**31:
-                raise Invalid(f"the heads and tokens of one page of {name} must lie within 2^31 elements; strides are {view.stride()}")
+                raise Invalid(
+                    f"the heads and tokens of one page of {name} must lie within 2^31 elements; strides are {view.stride()}"
+                )
 
     @property
     def any(self) -> torch.Tensor:
@@ -92,7 +101,11 @@ class Plane:
         """The kernel argument. `fp8_type`: codes as float8_e4m3fn, where the chip knows it, else as uint8. What is absent gets a pointer nobody
         reads."""
         codes = self.any if self.codes is None else self.codes.view(torch.float8_e4m3fn) if fp8_type else self.codes
-        return Side(rows(self.any if self.native is None else self.native), rows(codes), rows(self.any if self.scales is None else self.scales))
+        return Side(
+            rows(self.any if self.native is None else self.native),
+            rows(codes),
+            rows(self.any if self.scales is None else self.scales),
+        )
 
 
 def rows(view: torch.Tensor) -> Rows:
@@ -110,13 +123,19 @@ class Paged:
 
     def __post_init__(self) -> None:
         if self.keys.any.shape[:3] != self.values.any.shape[:3]:
-            raise Invalid(f"K {tuple(self.keys.any.shape)} and V {tuple(self.values.any.shape)} differ in pages, heads or tokens")
+            raise Invalid(
+                f"K {tuple(self.keys.any.shape)} and V {tuple(self.values.any.shape)} differ in pages, heads or tokens"
+            )
         if _form(self.keys) != _form(self.values):
             raise Invalid("K and V of a layer are both native, both FP8 or both either")
         if (self.flags is not None) != (self.form == MIXED):
             raise Invalid("flags are needed where pages may hold native or FP8, and only there")
-        if self.flags is not None and (self.flags.dtype != torch.uint8 or self.flags.shape != (self.keys.any.shape[0],)):
-            raise Invalid(f"flags must be uint8 of shape [{self.keys.any.shape[0]}], not {self.flags.dtype} of shape {tuple(self.flags.shape)}")
+        if self.flags is not None and (
+            self.flags.dtype != torch.uint8 or self.flags.shape != (self.keys.any.shape[0],)
+        ):
+            raise Invalid(
+                f"flags must be uint8 of shape [{self.keys.any.shape[0]}], not {self.flags.dtype} of shape {tuple(self.flags.shape)}"
+            )
 
     @property
     def form(self) -> int:
@@ -148,7 +167,9 @@ def native(keys: torch.Tensor, values: torch.Tensor) -> Paged:
     return Paged(Plane(keys, None, None, "none"), Plane(values, None, None, "none"))
 
 
-def split(keys: torch.Tensor, values: torch.Tensor, flags: torch.Tensor, granularity: tuple[str, str] = ("head", "head")) -> Paged:
+def split(
+    keys: torch.Tensor, values: torch.Tensor, flags: torch.Tensor, granularity: tuple[str, str] = ("head", "head")
+) -> Paged:
     """K and V [pages, heads, tokens, width], each on rows of its own, whose pages may hold FP8 by their flag."""
     planes = []
     for x, kind in zip((keys, values), granularity, strict=True):
@@ -157,7 +178,9 @@ def split(keys: torch.Tensor, values: torch.Tensor, flags: torch.Tensor, granula
     return Paged(planes[0], planes[1], flags)
 
 
-def interleaved(kv: torch.Tensor, key_width: int, flags: torch.Tensor | None, granularity: tuple[str, str] = ("head", "head")) -> Paged:
+def interleaved(
+    kv: torch.Tensor, key_width: int, flags: torch.Tensor | None, granularity: tuple[str, str] = ("head", "head")
+) -> Paged:
     """K|V on one row: kv [pages, heads, tokens, width of K + width of V]. Without flags it never holds FP8: what attention must be given for an
     excluded layer, as flags are common to all layers."""
     keys, values = kv[..., :key_width], kv[..., key_width:]
@@ -176,7 +199,9 @@ def fp8(keys: torch.Tensor, values: torch.Tensor, key_scales: torch.Tensor, valu
     for codes, scales in ((keys, key_scales), (values, value_scales)):
         pages, heads = codes.shape[:2]
         if scales.dtype != torch.float32 or scales.numel() not in (1, heads):
-            raise Invalid(f"static scales must be f32, 1 or {heads} of them, not {scales.dtype} of shape {tuple(scales.shape)}")
+            raise Invalid(
+                f"static scales must be f32, 1 or {heads} of them, not {scales.dtype} of shape {tuple(scales.shape)}"
+            )
         spread = scales.reshape(1, -1, 1, 1).expand(pages, heads, 1, 1)
         planes.append(Plane(None, codes.view(torch.uint8), spread, "tensor" if scales.numel() == 1 else "head"))
     return Paged(*planes)
@@ -184,7 +209,9 @@ def fp8(keys: torch.Tensor, values: torch.Tensor, key_scales: torch.Tensor, valu
 
 def _raw(x: torch.Tensor) -> torch.Tensor:
     if x.dim() != 4 or x.element_size() != 2 or x.stride(3) != 1:
-        raise Invalid(f"a cache is bf16 or fp16 [pages, heads, tokens, width] with contiguous rows, not {x.dtype} of strides {x.stride()}")
+        raise Invalid(
+            f"a cache is bf16 or fp16 [pages, heads, tokens, width] with contiguous rows, not {x.dtype} of strides {x.stride()}"
+        )
     return x.view(torch.uint8)
 
 

@@ -20,11 +20,24 @@ import triton
 import triton.language as tl
 
 from kvtier.errors import Invalid
-from kvtier_kernels import paged, settings
+from kvtier_kernels import paged, tuning
 from kvtier_kernels.attention import check, step
 from kvtier_kernels.merge import merge
 from kvtier_kernels.paged import SCALES, Paged, Rows
-from kvtier_kernels.tile import FP8, LOG2E, NATIVE, NONE, UNIT, WEIGHT, finish, offsets, places, rounded, softmax, token_scales
+from kvtier_kernels.tile import (
+    FP8,
+    LOG2E,
+    NATIVE,
+    NONE,
+    UNIT,
+    WEIGHT,
+    finish,
+    offsets,
+    places,
+    rounded,
+    softmax,
+    token_scales,
+)
 
 DOTS = ("fp16", "qk", "qk+pv")
 PROMOTED = 128  # tokens after which an FP8 sum must be in FP32
@@ -49,7 +62,9 @@ def _fp8_step(
         visible = visible & (t[None, :] >= first_seen[:, None])
     p, decay, top, total = softmax(s, visible, top, total, cap, CAPPED)
     at = offsets(values.codes, page, within, head, TILE)
-    v = tl.load(values.codes.start + at[:, None] + dv[None, :], mask=live[:, None] & (dv < VALUE_WIDTH)[None, :], other=0.0)
+    v = tl.load(
+        values.codes.start + at[:, None] + dv[None, :], mask=live[:, None] & (dv < VALUE_WIDTH)[None, :], other=0.0
+    )
     scale = tl.where(live, token_scales(values, page, within, head, live, live, TILE, VALUE_SCALES, FP8), 0.0)
     if PV:
         p8, undo = rounded(p * scale[None, :])
@@ -85,7 +100,9 @@ def _prefill(
     used = (token < count) & (m < each * GROUP)
     row = (start + token).to(tl.int64)
     q = tl.load(
-        queries.start + (row * queries.page + q_head * queries.head)[:, None] + d[None, :], mask=used[:, None] & (d < WIDTH)[None, :], other=0.0
+        queries.start + (row * queries.page + q_head * queries.head)[:, None] + d[None, :],
+        mask=used[:, None] & (d < WIDTH)[None, :],
+        other=0.0,
     )
     # Rows that are not used see what the last used one sees: nothing is NaN, and no bound grows.
     last_seen = end - count + tl.minimum(token, count - 1)
@@ -122,7 +139,11 @@ def _prefill(
     if SINKS:
         sink = tl.load(sinks + q_head, mask=used, other=NONE)
     output, lse = finish(acc, top, total, unit, sink, SINKS)
-    tl.store(outputs + (row * out_token + q_head * out_head)[:, None] + dv[None, :], output, mask=used[:, None] & (dv < VALUE_WIDTH)[None, :])
+    tl.store(
+        outputs + (row * out_token + q_head * out_head)[:, None] + dv[None, :],
+        output,
+        mask=used[:, None] & (dv < VALUE_WIDTH)[None, :],
+    )
     tl.store(lses + row * lse_token + q_head * lse_head, lse, mask=used)
 
 
@@ -155,9 +176,11 @@ def prefill(
     width, value_width = queries.shape[2], cache.values.width
     modes = [SCALES[plane.granularity] for plane in cache]
     if starts.dtype != torch.int32 or starts.shape != (lengths.shape[0] + 1,) or starts.device != queries.device:
-        raise Invalid(f"starts must be int32 [{lengths.shape[0] + 1}] beside the queries, not {starts.dtype} of shape {tuple(starts.shape)}")
+        raise Invalid(
+            f"starts must be int32 [{lengths.shape[0] + 1}] beside the queries, not {starts.dtype} of shape {tuple(starts.shape)}"
+        )
     _check_dots(dots, cache, max(width, value_width), 3 in modes)
-    tune = settings.prefill(max(width, value_width), 3 in modes, dots, queries.device)
+    tune = tuning.prefill(max(width, value_width), 3 in modes, dots, queries.device)
     assert tune.tile <= PROMOTED
     if group > tune.rows:
         raise Invalid(f"a group has at most {tune.rows} query heads here, not {group}")
@@ -166,7 +189,7 @@ def prefill(
     shape = (*queries.shape[:2], 2, value_width) if split else (*queries.shape[:2], 1, value_width)
     out = torch.empty(shape, dtype=torch.float32 if split else dtype, device=queries.device)
     lse = torch.empty(shape[:3], dtype=torch.float32, device=queries.device)
-    known = settings.knows_e4m3(queries.device)
+    known = tuning.knows_e4m3(queries.device)
     first = leading(cache, table, lengths) if split else lengths
     for part in range(shape[2]):  # of two: FP8 dots over the leading FP8 pages, and the rest with the sinks
         fp8_dots = split and part == 0
@@ -195,7 +218,7 @@ def _check_dots(dots: str, cache: Paged, width: int, channel: bool) -> None:
     if dots not in DOTS:
         raise Invalid(f"dots must be one of {DOTS}, not {dots!r}")
     if width == 256:
-        settings.warn(
+        tuning.warn(
             "prefill with head dim 256 has a setting of its own, compiled and checked but expected to be slow: engines' own kernels regress here"
         )
     if channel and width > 128:
@@ -204,7 +227,7 @@ def _check_dots(dots: str, cache: Paged, width: int, channel: bool) -> None:
         )
     if dots == "fp16":
         return
-    found = settings.capability(cache.device)
+    found = tuning.capability(cache.device)
     if found is not None and found < (9, 0):
         raise Invalid(f"FP8 dots need sm_90 or newer, not sm_{found[0]}{found[1]}")
     if channel or width > 128 or cache.form == paged.NATIVE:

@@ -19,14 +19,32 @@ import triton
 import triton.language as tl
 
 from kvtier.errors import Invalid
-from kvtier.layout import STATIC
-from kvtier_kernels import fp8, reference, settings
+from kvtier.format.layout import STATIC
+from kvtier_kernels import fp8, reference, tuning
+from kvtier_kernels.batch_plan import (
+    DATA_AT,
+    FIELDS,
+    INDEX,
+    NATIVE_AT,
+    PAD_AT,
+    PAD_BYTES,
+    SCALE_TYPES,
+    SCALES_AT,
+    BatchPlan,
+    Sort,
+    token_rows,
+    zero_padding,
+)
 from kvtier_kernels.fp8 import encode
 from kvtier_kernels.gather import gather
 from kvtier_kernels.paged import Side
-from kvtier_kernels.plan import DATA_AT, FIELDS, INDEX, NATIVE_AT, PAD_AT, PAD_BYTES, SCALE_TYPES, SCALES_AT, Plan, Sort, token_rows, zero_padding
 
-_FIELDS, _NATIVE_AT, _DATA_AT, _SCALES_AT = tl.constexpr(FIELDS), tl.constexpr(NATIVE_AT), tl.constexpr(DATA_AT), tl.constexpr(SCALES_AT)
+_FIELDS, _NATIVE_AT, _DATA_AT, _SCALES_AT = (
+    tl.constexpr(FIELDS),
+    tl.constexpr(NATIVE_AT),
+    tl.constexpr(DATA_AT),
+    tl.constexpr(SCALES_AT),
+)
 _PAD_AT, _PAD_BYTES, _INDEX = tl.constexpr(PAD_AT), tl.constexpr(PAD_BYTES), tl.constexpr(INDEX)
 _CLIP, _FP8_MAX = tl.constexpr(reference.CLIP), fp8.FP8_MAX
 _MIN_SCALE, _MAX_SCALE = tl.constexpr(reference.MIN_SCALE), tl.constexpr(reference.MAX_SCALE)
@@ -36,7 +54,7 @@ _F32_MAX = tl.constexpr(3.4028234663852886e38)
 KIND = {"none": 0, "tensor": 1, "head": 1, "block-head": 2, "token-head": 3, "channel": 4}
 
 
-class Seen(NamedTuple):
+class QuantizeCounts(NamedTuple):
     """What a launch saw, [blocks, layers, parts, heads] on the device: clipped and nonfinite are int32 element counts, amax f32 over finite elements.
 
     A block with a non-finite value must not be sealed. Pages that were FP8 already count their NaN codes as nonfinite, nothing else.
@@ -48,7 +66,18 @@ class Seen(NamedTuple):
 
 
 @triton.jit
-def _load(source, page_of, first, at, rows, d, TOKENS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr):
+def _load(
+    source,
+    page_of,
+    first,
+    at,
+    rows,
+    d,
+    TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """Elements [TILE, .] of the tokens from `at` of the engine block that starts at token `first` of its block; zeros outside."""
     t = at + tl.arange(0, TILE)
     live = t < TOKENS
@@ -131,13 +160,15 @@ def _quantize(
     block, e = one // BLOCKS, one % BLOCKS
     first = e * TOKENS
     page_of = pages + block * (BLOCKS * TOKENS // PAGE)
-    if FLAGGED:  # noqa: SIM102, one `if` is decided at compile time, the other at run time
+    if FLAGGED:  # noqa: SIM102
         if tl.load(flags + tl.load(page_of + first // PAGE)) != 0:
             return  # holds FP8 already: gathered as it is
     entry = table + row * _FIELDS
     d = tl.arange(0, WIDE)
     source = side.native.start + tl.multiple_of(tl.load(entry + _NATIVE_AT), 8) + head * side.native.head
-    data = bodies + block * pitch + head * head_stride + tl.multiple_of(tl.load(entry + _DATA_AT), 8 if KIND == 0 else 16)
+    data = (
+        bodies + block * pitch + head * head_stride + tl.multiple_of(tl.load(entry + _DATA_AT), 8 if KIND == 0 else 16)
+    )
     scales = body_scales + block * scale_pitch + head * scale_head_stride + tl.load(entry + _SCALES_AT)
     index = tl.load(entry + _INDEX)
     x = _load(source, page_of, first, 0, side.native, d, TOKENS, WIDTH, PAGE, TILE)
@@ -172,7 +203,14 @@ def _quantize(
     zero_padding(body_bytes + block * byte_pitch + head * byte_head_stride, entry, e == 0, _PAD_AT, _PAD_BYTES)
 
 
-def quantize(plan: Plan, pages: torch.Tensor, bodies: torch.Tensor, statics: torch.Tensor | None = None, *, powers: bool = False) -> Seen:
+def quantize(
+    plan: BatchPlan,
+    pages: torch.Tensor,
+    bodies: torch.Tensor,
+    statics: torch.Tensor | None = None,
+    *,
+    powers: bool = False,
+) -> QuantizeCounts:
     """Writes the bodies of blocks from the engine's pages: one launch per sort of parts, for all layers, heads and blocks.
 
     pages     int32 or int64 [blocks, pages of a block]: each block's pages in the order of its tokens; every id must be valid
@@ -184,15 +222,19 @@ def quantize(plan: Plan, pages: torch.Tensor, bodies: torch.Tensor, statics: tor
     Static scales are not checked here: they must be within the codec's bounds, as `reference` and the artifact check. Raises Invalid for shapes.
     """
     blocks = plan.check(pages, bodies)
-    if statics is not None and (statics.shape != (plan.layers, plan.parts, plan.heads) or statics.dtype != torch.float32):
-        raise Invalid(f"statics must be f32 of shape {(plan.layers, plan.parts, plan.heads)}, not {statics.dtype} of {tuple(statics.shape)}")
+    if statics is not None and (
+        statics.shape != (plan.layers, plan.parts, plan.heads) or statics.dtype != torch.float32
+    ):
+        raise Invalid(
+            f"statics must be f32 of shape {(plan.layers, plan.parts, plan.heads)}, not {statics.dtype} of {tuple(statics.shape)}"
+        )
     if statics is not None and statics.device != plan.device:
         raise Invalid(f"statics must be on {plan.device}, not on {statics.device}")
     if statics is None and any(sort.part.granularity in STATIC for sort in plan.sorts):
         raise Invalid("parts of static granularity need their scales")
     shape = (blocks * plan.engine_blocks, plan.layers, plan.parts, plan.heads)
     clipped, nonfinite = (torch.zeros(shape, dtype=torch.int32, device=plan.device) for _ in range(2))
-    seen = Seen(clipped, nonfinite, torch.zeros(shape, dtype=torch.float32, device=plan.device))
+    seen = QuantizeCounts(clipped, nonfinite, torch.zeros(shape, dtype=torch.float32, device=plan.device))
     for sort in plan.sorts:
         if sort.first.native is None:
             raise Invalid("an FP8 cache has nothing to quantize: gather it")
@@ -203,11 +245,18 @@ def quantize(plan: Plan, pages: torch.Tensor, bodies: torch.Tensor, statics: tor
     if plan.engine_blocks == 1:
         return seen
     apart = [x.unflatten(0, (blocks, plan.engine_blocks)) for x in seen]
-    return Seen(apart[0].sum(1, dtype=torch.int32), apart[1].sum(1, dtype=torch.int32), apart[2].amax(1))
+    return QuantizeCounts(apart[0].sum(1, dtype=torch.int32), apart[1].sum(1, dtype=torch.int32), apart[2].amax(1))
 
 
 def _launch(
-    plan: Plan, sort: Sort, pages: torch.Tensor, bodies: torch.Tensor, statics: torch.Tensor | None, seen: Seen, blocks: int, powers: bool
+    plan: BatchPlan,
+    sort: Sort,
+    pages: torch.Tensor,
+    bodies: torch.Tensor,
+    statics: torch.Tensor | None,
+    seen: QuantizeCounts,
+    blocks: int,
+    powers: bool,
 ) -> None:
     part = sort.part
     native = sort.first.native
@@ -215,14 +264,14 @@ def _launch(
     data = bodies.view(native.dtype) if part.native else bodies
     scales = bodies if part.native else bodies.view(SCALE_TYPES[part.scale_dtype])
     stride, wide = plan.extents.head_stride, triton.next_power_of_2(part.width)
-    tune = settings.copying(plan.tokens, wide)
+    tune = tuning.copying(plan.tokens, wide)
     # An excluded layer is native whatever the flags say of its page.
     flags = None if part.native or sort.first.codes is None else plan.flags
     _quantize[(blocks * plan.engine_blocks, sort.rows, plan.heads)](
         Side(*sort.first.side(False)), data, scales, bodies, seen.amax if statics is None else statics, seen.clipped, seen.nonfinite, seen.amax,
         pages, pages if flags is None else flags, sort.table, data.stride(0), scales.stride(0), bodies.stride(0),
         stride // data.element_size(), stride // scales.element_size(), stride,
-        KIND=KIND[part.granularity], SMALL=part.scale_dtype == "bf16", POWERS=powers, BITS=not settings.casts_directly(plan.device),
+        KIND=KIND[part.granularity], SMALL=part.scale_dtype == "bf16", POWERS=powers, BITS=not tuning.casts_directly(plan.device),
         FLAGGED=flags is not None, TOKENS=plan.tokens, BLOCKS=plan.engine_blocks, PAGE=plan.page, WIDTH=part.width, WIDE=wide, TILE=tune.tile,
         HEADS=plan.heads, INDICES=plan.layers * plan.parts, num_warps=tune.warps, enable_fp_fusion=False,
     )  # fmt: skip

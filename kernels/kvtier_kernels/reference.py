@@ -33,7 +33,7 @@ from typing import NamedTuple
 import torch
 
 from kvtier.errors import Invalid
-from kvtier.layout import DYNAMIC, GRANULARITIES, STATIC
+from kvtier.format.layout import DYNAMIC, GRANULARITIES, STATIC
 
 CODEC = 1  # version of the rules above: `identity.Description.codec` of every quantized namespace
 FP8_MAX = 448.0
@@ -83,9 +83,13 @@ def quantize(
     if dtype != "e4m3fn":
         raise Invalid(f"kvtier writes e4m3fn only, not {dtype}: the formats share bytes but not their meaning")
     if x.dim() != 3 or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise Invalid(f"quantize takes f32, bf16 or fp16 of shape [heads, tokens, width], not {x.dtype} of shape {tuple(x.shape)}")
+        raise Invalid(
+            f"quantize takes f32, bf16 or fp16 of shape [heads, tokens, width], not {x.dtype} of shape {tuple(x.shape)}"
+        )
     if scale_dtype != "fp32" and (scale_dtype != "bf16" or granularity not in DYNAMIC):
-        raise Invalid(f"scales of granularity {granularity} are not kept in {scale_dtype}: fp32, or bf16 where they come from the block")
+        raise Invalid(
+            f"scales of granularity {granularity} are not kept in {scale_dtype}: fp32, or bf16 where they come from the block"
+        )
     heads, tokens, width = x.shape
     _check_blocks(tokens, engine_blocks)
     x = x.float().reshape(heads, engine_blocks, tokens // engine_blocks, width)
@@ -166,7 +170,13 @@ class Attended(NamedTuple):
 
 
 def attention(
-    queries: torch.Tensor, tiles: Iterable[Tile], *, start: int, scale: float | None = None, causal: bool = True, window: int | None = None
+    queries: torch.Tensor,
+    tiles: Iterable[Tile],
+    *,
+    start: int,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int | None = None,
 ) -> Attended:
     """Attention of queries [q_heads, q_tokens, width] over tiles, softmax in f32, one pass over the tiles in the order given.
 
@@ -201,9 +211,13 @@ def attention(
         logits = _logits(rows, tile)
         hidden = _hidden(positions, tile, used, causal, window)
         if hidden is not None:
-            logits = logits.masked_fill(hidden.repeat(group, 1), -math.inf)  # also replaces whatever unused slots produced, NaN too
+            logits = logits.masked_fill(
+                hidden.repeat(group, 1), -math.inf
+            )  # also replaces whatever unused slots produced, NaN too
         higher = torch.maximum(top, logits.amax(dim=2))
-        shift = torch.where(higher == -math.inf, 0.0, higher)  # a row that has seen no key yet: exp(-Inf - 0) = 0, not NaN
+        shift = torch.where(
+            higher == -math.inf, 0.0, higher
+        )  # a row that has seen no key yet: exp(-Inf - 0) = 0, not NaN
         weights = torch.exp(logits - shift[:, :, None])
         decay = torch.exp(top - shift)
         total = total * decay + weights.sum(dim=2)
@@ -218,7 +232,10 @@ def merge(first: Attended, second: Attended) -> Attended:
     """Attention over the union of two disjoint sets of keys, from the attention over each (split-KV, mixed pools). Order does not matter."""
     lse = torch.logaddexp(first.lse, second.lse)
     shift = torch.where(lse == -math.inf, 0.0, lse)
-    output = first.output * torch.exp(first.lse - shift)[..., None] + second.output * torch.exp(second.lse - shift)[..., None]
+    output = (
+        first.output * torch.exp(first.lse - shift)[..., None]
+        + second.output * torch.exp(second.lse - shift)[..., None]
+    )
     return Attended(output, lse)
 
 
@@ -249,8 +266,12 @@ def _mix(weights: torch.Tensor, tile: Tile, used: int) -> torch.Tensor:
     if granularity != "channel":
         return (weights * torch.where(live, _per_token(scales, granularity, tokens), 0.0)[:, None, :]) @ plain
     blocks = scales.shape[1] // width
-    sums = weights.reshape(heads, -1, blocks, tokens // blocks).transpose(1, 2) @ plain.reshape(heads, blocks, -1, width)
-    begun = live[:: tokens // blocks]  # engine blocks whose first token is used; the scales of the others may be anything
+    sums = weights.reshape(heads, -1, blocks, tokens // blocks).transpose(1, 2) @ plain.reshape(
+        heads, blocks, -1, width
+    )
+    begun = live[
+        :: tokens // blocks
+    ]  # engine blocks whose first token is used; the scales of the others may be anything
     return (sums * torch.where(begun[:, None], scales.reshape(heads, blocks, width), 0.0)[:, :, None, :]).sum(dim=1)
 
 
@@ -258,7 +279,11 @@ def _hidden(positions: torch.Tensor, tile: Tile, used: int, causal: bool, window
     """[q_tokens, tokens], True where a query must not see a key; None if it may see all."""
     tokens = tile.keys.shape[1]
     first, last = int(positions[0]), int(positions[-1])
-    if used == tokens and (not causal or tile.start + tokens - 1 <= first) and (window is None or tile.start > last - window):
+    if (
+        used == tokens
+        and (not causal or tile.start + tokens - 1 <= first)
+        and (window is None or tile.start > last - window)
+    ):
         return None
     keys = torch.arange(tile.start, tile.start + tokens, device=positions.device)
     hidden = (keys >= tile.start + used)[None, :].repeat(len(positions), 1)
@@ -317,7 +342,9 @@ def _check_part(name: str, codes: torch.Tensor, scales: torch.Tensor | None, gra
     blocks = {"block-head": count, "channel": count // width}.get(granularity, 1)
     expected = {"token-head": tokens, "block-head": blocks, "channel": blocks * width}.get(granularity, 1)
     if count != expected or blocks < 1:
-        raise Invalid(f"{name} of {tokens} tokens and width {width} cannot have {count} scales a head of granularity {granularity}")
+        raise Invalid(
+            f"{name} of {tokens} tokens and width {width} cannot have {count} scales a head of granularity {granularity}"
+        )
     _check_blocks(tokens, blocks)
     return blocks
 
@@ -325,7 +352,9 @@ def _check_part(name: str, codes: torch.Tensor, scales: torch.Tensor | None, gra
 def _check_tile(tile: Tile, kv_heads: int, width: int, value_width: int) -> int:
     """Raises Invalid unless the tile fits its own scales and the first tile. Returns its used tokens."""
     if tile.keys.dim() != 3 or tile.values.dim() != 3 or tile.keys.shape[:2] != tile.values.shape[:2]:
-        raise Invalid(f"keys {tuple(tile.keys.shape)} and values {tuple(tile.values.shape)} must be [kv_heads, tokens, width]")
+        raise Invalid(
+            f"keys {tuple(tile.keys.shape)} and values {tuple(tile.values.shape)} must be [kv_heads, tokens, width]"
+        )
     if tile.keys.shape[0] != kv_heads or tile.keys.shape[2] != width or tile.values.shape[2] != value_width:
         raise Invalid(
             f"a tile of {tile.keys.shape[0]} heads, key width {tile.keys.shape[2]} and value width {tile.values.shape[2]} "

@@ -14,9 +14,19 @@ import torch
 import triton
 import triton.language as tl
 
-from kvtier_kernels import paged, settings
+from kvtier_kernels import paged, tuning
+from kvtier_kernels.batch_plan import (
+    CODES_AT,
+    DATA_AT,
+    FIELDS,
+    NATIVE_AT,
+    SCALE_TYPES,
+    SCALES_AT,
+    SLOT_SCALES_AT,
+    BatchPlan,
+    Sort,
+)
 from kvtier_kernels.paged import SCALES, Side
-from kvtier_kernels.plan import CODES_AT, DATA_AT, FIELDS, NATIVE_AT, SCALE_TYPES, SCALES_AT, SLOT_SCALES_AT, Plan, Sort
 
 _FIELDS, _CODES_AT, _SLOT_SCALES_AT = tl.constexpr(FIELDS), tl.constexpr(CODES_AT), tl.constexpr(SLOT_SCALES_AT)
 _DATA_AT, _SCALES_AT, _NATIVE_AT = tl.constexpr(DATA_AT), tl.constexpr(SCALES_AT), tl.constexpr(NATIVE_AT)
@@ -55,14 +65,18 @@ def _restore(
         elif SCALES == 2:
             for at in range(0, PAGE, TILE):
                 t = at + tl.arange(0, TILE)
-                tl.store(slots + t * scale_rows.token, tl.load(scales + first + t, mask=t < PAGE).to(tl.float32), mask=t < PAGE)
+                tl.store(
+                    slots + t * scale_rows.token,
+                    tl.load(scales + first + t, mask=t < PAGE).to(tl.float32),
+                    mask=t < PAGE,
+                )
         else:
             each: tl.constexpr = WIDTH // _CHANNEL_ROWS
             scale = tl.load(scales + e * WIDTH + d, mask=d < WIDTH).to(tl.float32)
             tl.store(slots + (d // each) * scale_rows.token + d % each, scale, mask=d < WIDTH)
 
 
-def restore(plan: Plan, bodies: torch.Tensor, pages: torch.Tensor) -> None:
+def restore(plan: BatchPlan, bodies: torch.Tensor, pages: torch.Tensor) -> None:
     """Scatters the bodies [blocks, >= body_bytes] of blocks to their pages [blocks, pages of a block]; see the module for what goes where."""
     if not plan.check(pages, bodies):
         return
@@ -71,13 +85,13 @@ def restore(plan: Plan, bodies: torch.Tensor, pages: torch.Tensor) -> None:
     plan.mark(pages, any(not sort.part.native for sort in plan.sorts))
 
 
-def _launch(plan: Plan, sort: Sort, bodies: torch.Tensor, pages: torch.Tensor) -> None:
+def _launch(plan: BatchPlan, sort: Sort, bodies: torch.Tensor, pages: torch.Tensor) -> None:
     part, side = sort.part, Side(*sort.first.side(False))
     native = sort.first.native if part.native else None
     data = bodies if native is None else bodies.view(native.dtype)
     scales = bodies if part.native else bodies.view(SCALE_TYPES[part.scale_dtype])
     stride, wide = plan.extents.head_stride, triton.next_power_of_2(part.width)
-    tune = settings.copying(plan.page, wide)
+    tune = tuning.copying(plan.page, wide)
     own = sort.first.native is None  # an FP8 engine's cache: its scales are elsewhere
     _restore[(pages.numel(), sort.rows, plan.heads)](
         side.native if part.native else side.codes, side.scales, data, scales, pages, sort.table, data.stride(0), scales.stride(0),

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-import kvtier.layout as layout
+import kvtier.format.layout as layout
 from kvtier_kernels import paged, reference
 from kvtier_kernels.attention import decode
+from kvtier_kernels.batch_plan import BatchPlan, plan
 from kvtier_kernels.expand import Expander
 from kvtier_kernels.gather import gather
-from kvtier_kernels.plan import Plan, plan
 from kvtier_kernels.prefill import prefill
 from kvtier_kernels.quantize import quantize
 from kvtier_kernels.restore import restore
@@ -27,7 +27,7 @@ SCALES = ((0.011, 0.37), (0.05, 0.009))  # of K and V, per head: unequal, none o
 
 
 @dataclass
-class Report:
+class SelfTestReport:
     """kernel -> "" or why it must not be used."""
 
     reasons: dict[str, str] = field(default_factory=dict)
@@ -37,13 +37,20 @@ class Report:
         return not any(self.reasons.values())
 
 
-def run(device: torch.device, width: int, page: int = 16, granularity: str = "head", dtype: torch.dtype = torch.bfloat16, seed: int = 1) -> Report:
+def run(
+    device: torch.device,
+    width: int,
+    page: int = 16,
+    granularity: str = "head",
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 1,
+) -> SelfTestReport:
     """Every kernel on this device, for one head dim, page size, granularity and native format. Never raises."""
-    report = Report()
+    report = SelfTestReport()
     try:
         case = _Case(device, width, page, granularity, dtype, seed)
     except Exception as error:  # whatever it is, the kernels cannot be used
-        return Report({"set-up": f"{type(error).__name__}: {error}"})
+        return SelfTestReport({"set-up": f"{type(error).__name__}: {error}"})
     for name, check in case.checks.items():
         try:
             report.reasons[name] = check()
@@ -55,20 +62,30 @@ def run(device: torch.device, width: int, page: int = 16, granularity: str = "he
 class _Case:
     """Three pages of two KV heads: the first two become FP8, the last stays native; and what the reference makes of them."""
 
-    def __init__(self, device: torch.device, width: int, page: int, granularity: str, dtype: torch.dtype, seed: int) -> None:
+    def __init__(
+        self, device: torch.device, width: int, page: int, granularity: str, dtype: torch.dtype, seed: int
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.kv = torch.randn(3, 2, page, 2 * width, generator=generator).to(dtype).to(device)
-        self.cache = paged.interleaved(self.kv, width, torch.zeros(3, dtype=torch.uint8, device=device), (granularity, granularity))
+        self.cache = paged.interleaved(
+            self.kv, width, torch.zeros(3, dtype=torch.uint8, device=device), (granularity, granularity)
+        )
         native = "bf16" if dtype == torch.bfloat16 else "fp16"
-        extents = layout.attention(1, 2, width, engine_tokens=page, granularity=granularity, native_dtype=native).extents()
-        self.plan: Plan = plan(extents, [self.cache])
+        extents = layout.attention(
+            1, 2, width, engine_tokens=page, granularity=granularity, native_dtype=native
+        ).extents()
+        self.plan: BatchPlan = plan(extents, [self.cache])
         self.pages = torch.tensor([[2], [0]], device=device)
         self.bodies = torch.zeros(2, extents.slot_bytes, dtype=torch.uint8, device=device)
         self.statics = torch.tensor([SCALES], device=device) if granularity == "head" else None
         self.parts = [self.kv[i, ..., j * width : (j + 1) * width].float() for i in (2, 0) for j in (0, 1)]
         static = [torch.tensor(scales) for scales in SCALES] if granularity == "head" else [None, None]
         self.wanted = [reference.quantize(x.cpu(), granularity, static[i % 2]) for i, x in enumerate(self.parts)]
-        self.granularity, self.width, self.queries = granularity, width, torch.randn(5, 6, width, generator=generator).to(dtype).to(device)
+        self.granularity, self.width, self.queries = (
+            granularity,
+            width,
+            torch.randn(5, 6, width, generator=generator).to(dtype).to(device),
+        )
         keys, values = (self.kv[1, ..., j * width : (j + 1) * width].cpu().clone() for j in (0, 1))
         self.native = reference.Tile(keys, values, start=2 * page, used=page - 3)
         self.checks: dict[str, Callable[[], str]] = {
@@ -87,7 +104,10 @@ class _Case:
             at, body = i % 2, self.bodies[i // 2].cpu()
             for head in range(2):
                 start = head * extents.head_stride
-                for offset, x in ((extents.data[0][at], quantized.codes[head]), (extents.scales[0][at], quantized.scales[head])):
+                for offset, x in (
+                    (extents.data[0][at], quantized.codes[head]),
+                    (extents.scales[0][at], quantized.scales[head]),
+                ):
                     raw = x.contiguous().view(torch.uint8).flatten()
                     heads.append(int((body[start + offset : start + offset + len(raw)] != raw).sum()))
         return f"{sum(heads)} bytes differ from the reference" if sum(heads) else ""
@@ -115,7 +135,9 @@ class _Case:
         return f"{differing} codes differ in the slots" if differing else ""
 
     def decode(self) -> str:
-        out, lse = decode(self.queries[-1:], self.cache, *self._sequence(), 3 * self.native.keys.shape[1], dtype=torch.float32)
+        out, lse = decode(
+            self.queries[-1:], self.cache, *self._sequence(), 3 * self.native.keys.shape[1], dtype=torch.float32
+        )
         return self._compare(out, lse, self.queries[-1:])
 
     def prefill(self) -> str:

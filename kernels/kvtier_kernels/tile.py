@@ -69,13 +69,17 @@ def elements(side, page, within, head, live, restored, d, WIDTH: tl.constexpr, T
         at = offsets(side.codes, page, within, head, TILE)
         codes = tl.load(side.codes.start + at[:, None] + d[None, :], mask=(live & restored)[:, None] & wide, other=0.0)
         at = offsets(side.native, page, within, head, TILE)
-        plain = tl.load(side.native.start + at[:, None] + d[None, :], mask=(live & (restored == 0))[:, None] & wide, other=0.0)
+        plain = tl.load(
+            side.native.start + at[:, None] + d[None, :], mask=(live & (restored == 0))[:, None] & wide, other=0.0
+        )
         x = tl.where(restored[:, None], decode(codes), to_fp16(plain))
     return x
 
 
 @triton.jit
-def token_scales(side, page, within, head, live, restored, TILE: tl.constexpr, SCALES: tl.constexpr, FORM: tl.constexpr):
+def token_scales(
+    side, page, within, head, live, restored, TILE: tl.constexpr, SCALES: tl.constexpr, FORM: tl.constexpr
+):
     """Scale of each token [TILE], f32: 1 where the page is native, 0 or 1 where not `live`."""
     if FORM == NATIVE or SCALES == 3:
         return tl.where(live, 1.0, 0.0)

@@ -3,10 +3,10 @@
     save   pages -> quantize -> staging on the device -> one copy a block -> the arena's slots      then, and not before, a host may read them
     load   the arena's slots -> one copy a block -> staging -> restore (or expand) -> pages         then, and not before, the slots may be released
 
-Everything of one Mover runs in order on a stream of its own, so staging is reused safely and a batch larger than it goes in pieces. The stream
-first waits for the engine's: pages may still be written or read by earlier steps. What comes back is a Ticket, an event with what it guards; every
-wait has a deadline. Host memory is registered once (`Registered`), or copies are neither direct nor asynchronous. On a CPU the same steps are plain
-copies. A Mover belongs to one thread.
+Everything of one BlockTransfer runs in order on a stream of its own, so staging is reused safely and a batch larger than it goes in pieces. The stream
+first waits for the engine's: pages may still be written or read by earlier steps. What comes back is a TransferTicket, an event with what it guards; every
+wait has a deadline. Host memory is registered once (`RegisteredArena`), or copies are neither direct nor asynchronous. On a CPU the same steps are plain
+copies. A BlockTransfer belongs to one thread.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ import torch
 from numpy.typing import NDArray
 
 from kvtier.errors import Invalid, Unavailable
+from kvtier_kernels.batch_plan import BatchPlan
 from kvtier_kernels.expand import Expander
-from kvtier_kernels.plan import Plan
-from kvtier_kernels.quantize import Seen, quantize
+from kvtier_kernels.quantize import QuantizeCounts, quantize
 from kvtier_kernels.restore import restore
 
 _PORTABLE, _READ_ONLY = 1, 8  # cudaHostRegister flags
 STAGING = 32  # bodies in a Mover's staging; at 1 MiB a block 32 MiB of device memory
 
 
-class Registered:
+class RegisteredArena:
     """Host memory that a device copies from and to directly. `memory`: the whole arena mapping, uint8, which must outlive this object.
 
     Raises Unavailable if the driver refuses (locked-memory limit, read-only mapping on an old one): the caller then moves no KV. `close` once all
@@ -41,8 +41,12 @@ class Registered:
     def __init__(self, memory: NDArray[np.uint8], device: torch.device) -> None:
         if memory.dtype != np.uint8 or not memory.flags.c_contiguous:
             raise Invalid("an arena is one contiguous run of uint8")
-        # "cuda" without a number is the current one: tensors always name theirs, and Mover compares.
-        self.device = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and device.index is None else device
+        # "cuda" without a number is the current one: tensors always name theirs, and BlockTransfer compares.
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device())
+            if device.type == "cuda" and device.index is None
+            else device
+        )
         self.writable = bool(memory.flags.writeable)
         self._memory: NDArray[np.uint8] | None = memory
         self._address: int = memory.__array_interface__["data"][0]
@@ -60,7 +64,12 @@ class Registered:
     def tensor(self, body: NDArray[np.uint8]) -> torch.Tensor:
         """The bytes of a body inside the arena as a tensor, nothing copied. Raises Invalid if it lies outside, or after close."""
         address: int = body.__array_interface__["data"][0]
-        if self._memory is None or address < self._address or address + body.nbytes > self._end or not body.flags.c_contiguous:
+        if (
+            self._memory is None
+            or address < self._address
+            or address + body.nbytes > self._end
+            or not body.flags.c_contiguous
+        ):
             raise Invalid("this body does not lie in the registered arena")
         raw = (ctypes.c_uint8 * body.nbytes).from_address(address)
         raw.body = body  # type: ignore[attr-defined]
@@ -73,10 +82,10 @@ class Registered:
         self._memory = None
 
 
-class Ticket:
+class TransferTicket:
     """A batch on its way. What it moves stays referenced until it is done."""
 
-    def __init__(self, event: Any, kept: Sequence[Any], seen: Sequence[Seen] = ()) -> None:
+    def __init__(self, event: Any, kept: Sequence[Any], seen: Sequence[QuantizeCounts] = ()) -> None:
         self._event, self._kept, self._seen = event, list(kept), seen  # seen: one for each piece of a save
 
     def done(self) -> bool:
@@ -102,18 +111,18 @@ class Ticket:
             stream.wait_event(self._event)
 
     @property
-    def seen(self) -> Seen:
+    def seen(self) -> QuantizeCounts:
         """What quantization saw, on the host, [blocks, layers, parts, heads]. A block with a non-finite value must not be sealed. Raises Invalid
         before the ticket is done, and for a load."""
         if not self._seen or not self.done():
             raise Invalid("a load sees nothing, and a save nothing before it is done")
-        return Seen(*(torch.cat(parts) for parts in zip(*self._seen, strict=True)))
+        return QuantizeCounts(*(torch.cat(parts) for parts in zip(*self._seen, strict=True)))
 
 
-class Mover:
+class BlockTransfer:
     """Moves blocks of one plan. Save and load want one each, or they wait for each other."""
 
-    def __init__(self, plan: Plan, arena: Registered, staging: int = STAGING) -> None:
+    def __init__(self, plan: BatchPlan, arena: RegisteredArena, staging: int = STAGING) -> None:
         if staging < 1 or arena.device != plan.device:
             raise Invalid("a mover needs staging for a block, and an arena registered for its device")
         self.plan, self.arena = plan, arena
@@ -125,11 +134,13 @@ class Mover:
             self._stream.wait_stream(torch.cuda.current_stream(plan.device))  # which zeroes the staging
             self._staging.record_stream(self._stream)  # so its memory is nobody else's while a batch is under way
 
-    def save(self, pages: torch.Tensor, bodies: Sequence[NDArray[np.uint8]], statics: torch.Tensor | None = None) -> Ticket:
+    def save(
+        self, pages: torch.Tensor, bodies: Sequence[NDArray[np.uint8]], statics: torch.Tensor | None = None
+    ) -> TransferTicket:
         """Quantizes blocks from their pages [blocks, pages of a block] into bodies in the arena. Returns at once; raises Invalid for what does not
         fit."""
         targets = self._hosts(pages, bodies, writing=True)
-        pieces: list[Seen] = []
+        pieces: list[QuantizeCounts] = []
         if self._stream is not None and statics is not None and statics.is_cuda:
             statics.record_stream(self._stream)
 
@@ -137,11 +148,13 @@ class Mover:
             seen = quantize(self.plan, ids, staging, statics)
             for slot, host in zip(staging, hosts, strict=True):
                 host.copy_(slot[: host.numel()], non_blocking=True)
-            pieces.append(Seen(*(_to_host(x) for x in seen)))
+            pieces.append(QuantizeCounts(*(_to_host(x) for x in seen)))
 
-        return Ticket(self._run(pages, targets, move), (bodies, pages, statics), pieces)
+        return TransferTicket(self._run(pages, targets, move), (bodies, pages, statics), pieces)
 
-    def load(self, bodies: Sequence[NDArray[np.uint8]], pages: torch.Tensor, expander: Expander | None = None) -> Ticket:
+    def load(
+        self, bodies: Sequence[NDArray[np.uint8]], pages: torch.Tensor, expander: Expander | None = None
+    ) -> TransferTicket:
         """Puts blocks from the arena into their pages [blocks, pages of a block], as FP8 where they are FP8; with an expander, as native elements."""
         sources = self._hosts(pages, bodies, writing=False)
 
@@ -153,18 +166,25 @@ class Mover:
             else:
                 expander.expand(self.plan, staging, ids)
 
-        return Ticket(self._run(pages, sources, move), (bodies, pages))
+        return TransferTicket(self._run(pages, sources, move), (bodies, pages))
 
     def _hosts(self, pages: torch.Tensor, bodies: Sequence[NDArray[np.uint8]], writing: bool) -> list[torch.Tensor]:
         if pages.dim() != 2 or len(bodies) != pages.shape[0] or not bodies:
-            raise Invalid(f"one body for each row of page ids, and at least one: {len(bodies)} bodies, ids of shape {tuple(pages.shape)}")
+            raise Invalid(
+                f"one body for each row of page ids, and at least one: {len(bodies)} bodies, ids of shape {tuple(pages.shape)}"
+            )
         if any(body.nbytes != self.plan.extents.body_bytes for body in bodies):
             raise Invalid(f"bodies of this plan have {self.plan.extents.body_bytes} bytes")
         if writing and not (self.arena.writable and all(body.flags.writeable for body in bodies)):
             raise Invalid("blocks are saved into reserved, writable slots")
         return [self.arena.tensor(body) for body in bodies]
 
-    def _run(self, pages: torch.Tensor, hosts: list[torch.Tensor], move: Callable[[torch.Tensor, torch.Tensor, list[torch.Tensor]], None]) -> Any:
+    def _run(
+        self,
+        pages: torch.Tensor,
+        hosts: list[torch.Tensor],
+        move: Callable[[torch.Tensor, torch.Tensor, list[torch.Tensor]], None],
+    ) -> Any:
         """`move` for each piece of the batch that fits the staging, in order; the event of their end, None on a CPU."""
         room = len(self._staging)
         if self._stream is None:

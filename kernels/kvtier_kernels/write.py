@@ -55,14 +55,28 @@ def write(cache: Paged, keys: torch.Tensor, values: torch.Tensor, slots: torch.T
     if native[0] is None or native[1] is None:
         raise Invalid("an FP8 cache has no native slots to write")
     for name, x, view in (("keys", keys, native[0]), ("values", values, native[1])):
-        if x.dim() != 3 or x.shape[0] < slots.shape[0] or x.shape[1:] != (cache.heads, view.shape[3]) or x.stride(2) != 1:
-            raise Invalid(f"{name} must be [>= {slots.shape[0]}, {cache.heads}, {view.shape[3]}] with contiguous rows, not {tuple(x.shape)}")
+        if (
+            x.dim() != 3
+            or x.shape[0] < slots.shape[0]
+            or x.shape[1:] != (cache.heads, view.shape[3])
+            or x.stride(2) != 1
+        ):
+            raise Invalid(
+                f"{name} must be [>= {slots.shape[0]}, {cache.heads}, {view.shape[3]}] with contiguous rows, not {tuple(x.shape)}"
+            )
         if x.element_size() == 2 and (any(stride % 8 for stride in x.stride()[:2]) or x.data_ptr() % 16):
             raise Invalid(f"rows of {name} must start on multiples of 8 elements; strides are {x.stride()}")
         if x.device != cache.device:
             raise Invalid(f"{name} must be on {cache.device}, not on {x.device}")
-    if slots.dim() != 1 or slots.dtype not in (torch.int32, torch.int64) or slots.stride(0) != 1 or slots.device != cache.device:
-        raise Invalid(f"slots must be int32 or int64 of one dimension beside the cache, not {slots.dtype} of shape {tuple(slots.shape)}")
+    if (
+        slots.dim() != 1
+        or slots.dtype not in (torch.int32, torch.int64)
+        or slots.stride(0) != 1
+        or slots.device != cache.device
+    ):
+        raise Invalid(
+            f"slots must be int32 or int64 of one dimension beside the cache, not {slots.dtype} of shape {tuple(slots.shape)}"
+        )
     count, widths = slots.shape[0], (native[0].shape[3], native[1].shape[3])
     if not count:
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import logging
 import os
@@ -15,14 +16,28 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from kvtier.cli import output
-from kvtier.cli.inputs import read_file
 from kvtier.cli.output import Exit
-from kvtier.client import Client
-from kvtier.daemon.config import default_socket
+from kvtier.client.api import Client
 from kvtier.errors import Invalid, KvtierError
+from kvtier.format.description_file import read_file
+from kvtier.protocol.addresses import default_socket
 from kvtier.version import __version__
 
 MAX_TOKEN_BYTES = 4096
+# Files of this folder that have commands.
+COMMANDS = (
+    "artifacts",
+    "bench",
+    "blocks",
+    "doctor",
+    "fsck",
+    "namespace",
+    "plan",
+    "quality",
+    "registry",
+    "replay",
+    "tokens",
+)
 
 app = typer.Typer(
     add_completion=False,
@@ -39,20 +54,39 @@ class Common:
     """The options every command has."""
 
     address: Annotated[
-        str, typer.Option("--address", envvar="KVTIER_ADDRESS", help="unix:/path, grpc+unix:/path, grpc://host:port or grpcs://host:port.")
+        str,
+        typer.Option(
+            "--address",
+            envvar="KVTIER_ADDRESS",
+            help="unix:/path, grpc+unix:/path, grpc://host:port or grpcs://host:port.",
+        ),
     ] = ""
     token_file: Annotated[
-        Path | None, typer.Option("--token-file", envvar="KVTIER_TOKEN_FILE", help="File with the token alone, for grpc:// and grpcs://.")
+        Path | None,
+        typer.Option(
+            "--token-file", envvar="KVTIER_TOKEN_FILE", help="File with the token alone, for grpc:// and grpcs://."
+        ),
     ] = None
-    ca: Annotated[Path | None, typer.Option("--ca", envvar="KVTIER_CA", help="PEM of the authorities behind the daemon's certificate.")] = None
-    cert: Annotated[Path | None, typer.Option("--cert", envvar="KVTIER_CERT", help="PEM of this client's own certificate.")] = None
+    ca: Annotated[
+        Path | None,
+        typer.Option("--ca", envvar="KVTIER_CA", help="PEM of the authorities behind the daemon's certificate."),
+    ] = None
+    cert: Annotated[
+        Path | None, typer.Option("--cert", envvar="KVTIER_CERT", help="PEM of this client's own certificate.")
+    ] = None
     key: Annotated[Path | None, typer.Option("--key", envvar="KVTIER_KEY", help="PEM of its private key.")] = None
-    deadline: Annotated[float, typer.Option("--deadline", min=0.001, max=3600, help="Seconds to wait for each call.")] = 5.0
+    deadline: Annotated[
+        float, typer.Option("--deadline", min=0.001, max=3600, help="Seconds to wait for each call.")
+    ] = 5.0
     json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout instead of a table.")] = False
 
     def client(self) -> Client:
         """The client these options mean; nothing is connected yet."""
-        secret = read_file(self.token_file, MAX_TOKEN_BYTES).decode("ascii", "replace").strip() if self.token_file is not None else None
+        secret = (
+            read_file(self.token_file, MAX_TOKEN_BYTES).decode("ascii", "replace").strip()
+            if self.token_file is not None
+            else None
+        )
         files = {name: str(path) for name in ("ca", "cert", "key") if (path := getattr(self, name)) is not None}
         return Client(self.where, token=secret, **files)
 
@@ -76,7 +110,11 @@ def command(name: str = "", to: typer.Typer = app) -> Callable[[Callable[..., Ex
         hints = get_type_hints(function, include_extras=True)
         parameters = list(inspect.signature(function).parameters.values())
         groups = {p.name: hints[p.name] for p in parameters if is_dataclass(hints[p.name])}
-        flat = [one for p in parameters for one in (_fields(groups[p.name]) if p.name in groups else [p.replace(annotation=hints[p.name])])]
+        flat = [
+            one
+            for p in parameters
+            for one in (_fields(groups[p.name]) if p.name in groups else [p.replace(annotation=hints[p.name])])
+        ]
 
         @functools.wraps(function)
         def run(**values: Any) -> None:
@@ -97,7 +135,12 @@ def _fields(kind: Any) -> list[inspect.Parameter]:
     hints = get_type_hints(kind, include_extras=True)
     empty = inspect.Parameter.empty
     return [
-        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=empty if f.default is MISSING else f.default, annotation=hints[f.name])
+        inspect.Parameter(
+            f.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=empty if f.default is MISSING else f.default,
+            annotation=hints[f.name],
+        )
         for f in fields(kind)
     ]
 
@@ -122,9 +165,15 @@ def top(version: Annotated[bool, typer.Option("--version", help="Print the versi
         raise SystemExit(Exit.OK)
 
 
+def load_commands() -> None:
+    """Imports the files of the commands, each of which registers its own."""
+    for name in COMMANDS:
+        importlib.import_module(f"kvtier.cli.{name}")
+
+
 def main() -> None:
     """Entry point of `kvtier`."""
-    from kvtier.cli import artifact, bench, blocks, checkpoint, doctor, fsck, namespaces, plan, quality, replay, tokens  # noqa: F401  they register their commands
-
-    logging.getLogger("kvtier").addHandler(logging.NullHandler())  # what the client would log is said once, by the command
+    load_commands()
+    # What the client would log is said once, by the command.
+    logging.getLogger("kvtier").addHandler(logging.NullHandler())
     app()

@@ -31,12 +31,16 @@ def summary(root: Path, name: str) -> str:
     return said.splitlines()[0] if said else ""
 
 
-@app.command("bench", context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+@app.command(
+    "bench", context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+)
 def bench(context: typer.Context) -> None:
     """Run a benchmark of the checkout: kvtier bench NAME [its arguments]. Without a name: a list of them."""
     root, arguments = checkout(), context.args
     if root is None:
-        output.message("the benchmarks are not installed with the package: clone the repository and say `make venv`, then `.venv/bin/kvtier bench`")
+        output.message(
+            "the benchmarks are not installed with the package: clone the repository and say `make venv`, then `.venv/bin/kvtier bench`"
+        )
         raise SystemExit(Exit.USAGE)
     there = [name for name in NAMES if (root / "bench" / f"{name}.py").exists()]
     if not arguments or arguments[0] in ("--help", "-h"):
@@ -45,4 +49,8 @@ def bench(context: typer.Context) -> None:
     if arguments[0] not in there:
         output.message(f"there is no benchmark {arguments[0]!r:.80}: choose one of {', '.join(there)}")
         raise SystemExit(Exit.USAGE)
-    raise SystemExit(subprocess.run([sys.executable, "-m", f"bench.{arguments[0]}", *arguments[1:]], cwd=root, check=False).returncode)
+    raise SystemExit(
+        subprocess.run(
+            [sys.executable, "-m", f"bench.{arguments[0]}", *arguments[1:]], cwd=root, check=False
+        ).returncode
+    )

@@ -22,9 +22,9 @@ from kvtier.cli import output
 from kvtier.cli.app import Common, command
 from kvtier.cli.inputs import context_of, description_of, file_bytes, hashes_of, span
 from kvtier.cli.output import Exit, message, size
-from kvtier.client import Answer, Client, Registered
+from kvtier.client.api import Answer, Client, RegisteredNamespace
 from kvtier.errors import Invalid
-from kvtier.layout import Extents, Range
+from kvtier.format.layout import Extents, Range
 
 PIECE = 8 * 2**20  # bytes of bodies moved at once, but at least one block
 STDIO = Path("-")
@@ -34,10 +34,14 @@ STDIO = Path("-")
 class Which:
     """The arguments that name blocks, the same for every command here."""
 
-    namespace: Annotated[str, typer.Argument(help="Beginning of a digest the daemon knows, or a description file (JSON).")]
+    namespace: Annotated[
+        str, typer.Argument(help="Beginning of a digest the daemon knows, or a description file (JSON).")
+    ]
     hash_: Annotated[list[str] | None, typer.Option("--hash", help="A content hash in hex; may be repeated.")] = None
     hashes: Annotated[Path | None, typer.Option("--hashes", help="File of content hashes in hex, one a line.")] = None
-    tokens: Annotated[Path | None, typer.Option("--tokens", help="File of token ids; hashed by the documented chain.")] = None
+    tokens: Annotated[
+        Path | None, typer.Option("--tokens", help="File of token ids; hashed by the documented chain.")
+    ] = None
     group: Annotated[int, typer.Option("--group", min=0, help="Layer group.")] = 0
     layers: Annotated[str, typer.Option("--layers", help="Range of layers within the group, e.g. 0:16.")] = ":"
     heads: Annotated[str, typer.Option("--heads", help="Range of KV heads, e.g. 0:8.")] = ":"
@@ -47,10 +51,10 @@ class Which:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class BlockRequest:
     """The blocks of one command."""
 
-    ns: Registered
+    ns: RegisteredNamespace
     hashes: bytes
     range_: Range
     context: bytes
@@ -78,18 +82,26 @@ class Asked:
         return {"range_": self.range_, "context": self.context, "deadline": self.deadline}
 
 
-def _asked(client: Client, common: Common, which: Which) -> Asked:
+def _asked(client: Client, common: Common, which: Which) -> BlockRequest:
     description = description_of(which.namespace, client, common.deadline)
     range_ = Range(which.group, span(which.layers, "layers"), span(which.heads, "heads"))
     raw = hashes_of(description, which.group, which.hash_ or [], which.hashes, which.tokens)
     if not raw:
         raise Invalid("there is no whole block in what was given: nothing to do")
-    asked = Asked(client.register(description), raw, range_, context_of(which.context, which.adapter, which.salt_file), common.deadline)
+    asked = BlockRequest(
+        client.register(description),
+        raw,
+        range_,
+        context_of(which.context, which.adapter, which.salt_file),
+        common.deadline,
+    )
     asked.ns.extents(range_)  # refuses a range outside the layout before anything is sent
     return asked
 
 
-def _counted(common: Common, which: Which, verb: Callable[[Client, Asked], Answer], word: str) -> tuple[int, Answer]:
+def _counted(
+    common: Common, which: Which, verb: Callable[[Client, BlockRequest], Answer], word: str
+) -> tuple[int, Answer]:
     """A command that asks and counts: prints what it found. Returns (asked, answer)."""
     with common.connected() as client:
         asked = _asked(client, common, which)
@@ -97,7 +109,11 @@ def _counted(common: Common, which: Which, verb: Callable[[Client, Asked], Answe
         if answer < len(asked) and answer.reason:
             _reachable(client, common)
     data = {"asked": len(asked), word: int(answer), "reason": answer.reason}
-    output.result(data, common.json, lambda: print(f"{word} {answer} of {len(asked)} blocks{f' ({answer.reason})' if answer.reason else ''}"))
+    output.result(
+        data,
+        common.json,
+        lambda: print(f"{word} {answer} of {len(asked)} blocks{f' ({answer.reason})' if answer.reason else ''}"),
+    )
     return len(asked), answer
 
 
@@ -182,12 +198,16 @@ def put(
         asked = _asked(client, common, which)
         nbytes, stored, reason = asked.extents.body_bytes, 0, ""
         if source != STDIO and file_bytes(source) != len(asked) * nbytes:
-            raise Invalid(f"{source} has {file_bytes(source)} bytes; {len(asked)} bodies of {nbytes} are {len(asked) * nbytes}")
+            raise Invalid(
+                f"{source} has {file_bytes(source)} bytes; {len(asked)} bodies of {nbytes} are {len(asked) * nbytes}"
+            )
         with _source(source) as file, output.progress("put", len(asked) * nbytes) as moved:
             for first, n in asked.pieces():
                 raw = file.read(n * nbytes)
                 if len(raw) != n * nbytes or (first + n == len(asked) and file.read(1)):
-                    raise Invalid(f"{source} does not hold {len(asked)} bodies of {nbytes} bytes; {stored} blocks were stored before that was seen")
+                    raise Invalid(
+                        f"{source} does not hold {len(asked)} bodies of {nbytes} bytes; {stored} blocks were stored before that was seen"
+                    )
                 bodies = np.frombuffer(raw, np.uint8).reshape(n, nbytes)
                 answer = client.put(asked.ns, asked.part(first, n), list(bodies), **asked.options)
                 stored += answer

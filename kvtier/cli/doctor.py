@@ -28,14 +28,14 @@ import typer
 from google.protobuf.internal import api_implementation
 from rich.console import Console
 
-from kvtier.arena import Arena
 from kvtier.cli import output
 from kvtier.cli.app import Common, command
 from kvtier.cli.output import Exit, size
-from kvtier.client import Client
-from kvtier.daemon.config import memory_limit
+from kvtier.client.api import Client
 from kvtier.errors import KvtierError, NotFound
-from kvtier.identity import all_one
+from kvtier.format.identity import all_one
+from kvtier.server.settings import memory_limit
+from kvtier.store.arena import Arena
 
 GOOD, NOTE, BAD = "good", "note", "bad"
 SHMEM = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
@@ -50,7 +50,7 @@ _LIBRARIES = ("numpy", "protobuf", "grpcio", "xxhash", "prometheus-client", "saf
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class HostFinding:
     """One thing looked at. `state` is good, note (worth knowing) or bad (will hurt or fail); `advice` says what to do or expect."""
 
     subject: str
@@ -62,10 +62,13 @@ class Finding:
 @command()
 def doctor(
     common: Common,
-    disk: Annotated[Path | None, typer.Option("--disk", help="Directory to write and read 64 MiB in. [default: the temporary directory]")] = None,
+    disk: Annotated[
+        Path | None,
+        typer.Option("--disk", help="Directory to write and read 64 MiB in. [default: the temporary directory]"),
+    ] = None,
 ) -> Exit:
     """Look at this host and say what to expect and what to change. Exit code 1 if something is bad."""
-    checks: list[Callable[[], Iterator[Finding]]] = [
+    checks: list[Callable[[], Iterator[HostFinding]]] = [
         versions,
         kernel,
         memory,
@@ -82,63 +85,83 @@ def doctor(
     return Exit.NEGATIVE if bad else Exit.OK
 
 
-def versions() -> Iterator[Finding]:
+def versions() -> Iterator[HostFinding]:
     """What is installed; whether protobuf runs on its compiled implementation."""
-    yield Finding("kvtier", importlib.metadata.version("kvtier"))
-    yield Finding("python", platform.python_version())
+    yield HostFinding("kvtier", importlib.metadata.version("kvtier"))
+    yield HostFinding("python", platform.python_version())
     for name in _LIBRARIES:
-        yield Finding(name, importlib.metadata.version(name))
+        yield HostFinding(name, importlib.metadata.version(name))
     kind = api_implementation.Type()
-    advice = "" if kind == "upb" else "install a protobuf wheel with its compiled part: each call costs several times more without"
-    yield Finding("protobuf implementation", kind, GOOD if kind == "upb" else BAD, advice)
+    advice = (
+        ""
+        if kind == "upb"
+        else "install a protobuf wheel with its compiled part: each call costs several times more without"
+    )
+    yield HostFinding("protobuf implementation", kind, GOOD if kind == "upb" else BAD, advice)
 
 
-def kernel() -> Iterator[Finding]:
+def kernel() -> Iterator[HostFinding]:
     """The system calls the daemon stands on, tried rather than looked up."""
-    yield Finding("kernel", platform.release())
+    yield HostFinding("kernel", platform.release())
     try:
         os.close(os.memfd_create("kvtier-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
-        yield Finding("memfd_create", "works")
+        yield HostFinding("memfd_create", "works")
     except OSError as error:
-        yield Finding("memfd_create", f"refused: {error.strerror}", BAD, "the arena needs it: allow it in the container's seccomp profile")
+        yield HostFinding(
+            "memfd_create",
+            f"refused: {error.strerror}",
+            BAD,
+            "the arena needs it: allow it in the container's seccomp profile",
+        )
     try:
         os.close(os.pidfd_open(os.getpid()))
         pidfd = True
-        yield Finding("pidfd_open", "works")
+        yield HostFinding("pidfd_open", "works")
     except OSError as error:
         pidfd = False
-        yield Finding("pidfd_open", f"refused: {error.strerror}", NOTE, "a daemon then relies on SO_PEERPIDFD; allow it in the seccomp profile")
+        yield HostFinding(
+            "pidfd_open",
+            f"refused: {error.strerror}",
+            NOTE,
+            "a daemon then relies on SO_PEERPIDFD; allow it in the seccomp profile",
+        )
     left, right = socket.socketpair(socket.AF_UNIX)
     with left, right:
         try:
             os.close(struct.unpack("i", left.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4))[0])
-            yield Finding("SO_PEERPIDFD", "works")
+            yield HostFinding("SO_PEERPIDFD", "works")
         except OSError:
             advice = "before Linux 6.5 clients pass a pidfd of their own" + (
                 "" if pidfd else "; without either, no client may map the arena: use gRPC"
             )
-            yield Finding("SO_PEERPIDFD", "not there", NOTE if pidfd else BAD, advice)
+            yield HostFinding("SO_PEERPIDFD", "not there", NOTE if pidfd else BAD, advice)
 
 
-def memory() -> Iterator[Finding]:
+def memory() -> Iterator[HostFinding]:
     """How much there is, whose limit it is under, how fast it is backed."""
     limit, machine = memory_limit(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     whose = "of a control group" if limit < machine else "of the machine"
     advice = f"the arena is charged to the daemon's limit: request arena + 512 MiB for its container; {size(limit // 4)} is the default arena"
-    yield Finding("memory limit", f"{size(limit)}, {whose}", NOTE if limit < machine else GOOD, advice)
+    yield HostFinding("memory limit", f"{size(limit)}, {whose}", NOTE if limit < machine else GOOD, advice)
     available = _meminfo("MemAvailable")
     if available is not None:
         short = available < limit // 4
-        yield Finding(
-            "memory available", size(available), BAD if short else GOOD, "less than the default arena: write a smaller arena_bytes" if short else ""
+        yield HostFinding(
+            "memory available",
+            size(available),
+            BAD if short else GOOD,
+            "less than the default arena: write a smaller arena_bytes" if short else "",
         )
     swap = _meminfo("SwapTotal")
     if swap:
-        yield Finding(
-            "swap", size(swap), NOTE, "a cold arena may be swapped out, and a block then comes back at the speed of the disk: turn swap off for it"
+        yield HostFinding(
+            "swap",
+            size(swap),
+            NOTE,
+            "a cold arena may be swapped out, and a block then comes back at the speed of the disk: turn swap off for it",
         )
     if limit < 4 * PROBE:
-        yield Finding("first touch", "not tried: too little memory", NOTE)
+        yield HostFinding("first touch", "not tried: too little memory", NOTE)
         return
     arena = Arena(PROBE)
     try:
@@ -146,12 +169,12 @@ def memory() -> Iterator[Finding]:
         arena.populate(threading.Event())
         rate = PROBE / (time.perf_counter() - began)
     except KvtierError as error:
-        yield Finding("first touch", str(error), BAD, "there is not even memory for a small arena")
+        yield HostFinding("first touch", str(error), BAD, "there is not even memory for a small arena")
         return
     finally:
         arena.close()
     seconds = limit / 4 / rate
-    yield Finding(
+    yield HostFinding(
         "first touch",
         f"{rate / 1e9:.1f} GB/s",
         GOOD,
@@ -159,20 +182,20 @@ def memory() -> Iterator[Finding]:
     )
 
 
-def huge_pages() -> Iterator[Finding]:
+def huge_pages() -> Iterator[HostFinding]:
     """Whether shared memory may use huge pages."""
     try:
         text = SHMEM.read_text()
     except OSError:
-        yield Finding("huge pages for shared memory", "this kernel does not say", NOTE)
+        yield HostFinding("huge pages for shared memory", "this kernel does not say", NOTE)
         return
     mode = text[text.find("[") + 1 : text.find("]")]
     on = mode in ("always", "within_size", "force")
     advice = "" if on else f"small pages work; `echo within_size > {SHMEM}` lets the kernel use huge ones for the arena"
-    yield Finding("huge pages for shared memory", mode, GOOD if on else NOTE, advice)
+    yield HostFinding("huge pages for shared memory", mode, GOOD if on else NOTE, advice)
 
 
-def limits() -> Iterator[Finding]:
+def limits() -> Iterator[HostFinding]:
     """Locked memory and descriptors of this user's processes."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     text = "unlimited" if soft == resource.RLIM_INFINITY else size(soft)
@@ -181,18 +204,21 @@ def limits() -> Iterator[Finding]:
         if soft == resource.RLIM_INFINITY
         else "the daemon locks nothing; engines that pin the arena for DMA may need LimitMEMLOCK=infinity (or --ulimit memlock=-1)"
     )
-    yield Finding("locked memory (memlock)", text, GOOD if not advice else NOTE, advice)
+    yield HostFinding("locked memory (memlock)", text, GOOD if not advice else NOTE, advice)
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     low = soft != resource.RLIM_INFINITY and soft < 4096
-    yield Finding(
-        "open files (nofile)", str(soft), NOTE if low else GOOD, "a daemon with many clients needs two per client: LimitNOFILE=65536" if low else ""
+    yield HostFinding(
+        "open files (nofile)",
+        str(soft),
+        NOTE if low else GOOD,
+        "a daemon with many clients needs two per client: LimitNOFILE=65536" if low else "",
     )
 
 
-def copies() -> Iterator[Finding]:
+def copies() -> Iterator[HostFinding]:
     """The ceiling of every put and get: numpy copies out of a mapping."""
     if memory_limit() < 4 * BUFFER:
-        yield Finding("memcpy", "not tried: too little memory", NOTE)
+        yield HostFinding("memcpy", "not tried: too little memory", NOTE)
         return
     with mmap.mmap(-1, BUFFER) as source_map, mmap.mmap(-1, BUFFER) as target_map:
         source, target = np.frombuffer(source_map, np.uint8), np.frombuffer(target_map, np.uint8)
@@ -206,7 +232,7 @@ def copies() -> Iterator[Finding]:
     rate = median(rates[1:])
     slow = rate < 2e9
     advice = f"a put or get of 1 MiB moves at about this speed: {MiB / rate * 1e6:.0f} us"
-    yield Finding(
+    yield HostFinding(
         "memcpy",
         f"{rate / 1e9:.1f} GB/s",
         NOTE if slow else GOOD,
@@ -214,30 +240,37 @@ def copies() -> Iterator[Finding]:
     )
 
 
-def disk_speed(directory: Path) -> Iterator[Finding]:
+def disk_speed(directory: Path) -> Iterator[HostFinding]:
     """Writing and reading one file, past the page cache where the file system allows."""
     try:
         found = os.statvfs(directory)
     except OSError as error:
-        yield Finding("disk", f"{directory}: {error.strerror}", BAD, "give --disk a directory that is there")
+        yield HostFinding("disk", f"{directory}: {error.strerror}", BAD, "give --disk a directory that is there")
         return
     free = found.f_bavail * found.f_frsize
     if free < 2 * DISK:
-        yield Finding("disk", f"{directory}: {size(free)} free", NOTE, "too little to try its speed")
+        yield HostFinding("disk", f"{directory}: {size(free)} free", NOTE, "too little to try its speed")
         return
     try:
         write, read, direct = _disk_rates(directory)
     except OSError as error:
-        yield Finding("disk", f"{directory}: {error.strerror}", NOTE, "cannot be written to by this user")
+        yield HostFinding("disk", f"{directory}: {error.strerror}", NOTE, "cannot be written to by this user")
         return
     how = "O_DIRECT" if direct else "through the page cache: no O_DIRECT here"
-    advice = "only a lower tier needs it" if direct else "a lower tier here would use the page cache: its memory counts against the container too"
-    yield Finding(
-        "disk", f"{directory}: write {write / 1e9:.2f}, read {read / 1e9:.2f} GB/s ({how}), {size(free)} free", GOOD if direct else NOTE, advice
+    advice = (
+        "only a lower tier needs it"
+        if direct
+        else "a lower tier here would use the page cache: its memory counts against the container too"
+    )
+    yield HostFinding(
+        "disk",
+        f"{directory}: write {write / 1e9:.2f}, read {read / 1e9:.2f} GB/s ({how}), {size(free)} free",
+        GOOD if direct else NOTE,
+        advice,
     )
 
 
-def daemon(common: Common) -> Iterator[Finding]:
+def daemon(common: Common) -> Iterator[HostFinding]:
     """The daemon at the address, if there is one: round trip, arena, limits."""
     try:
         with common.client() as client:
@@ -249,20 +282,39 @@ def daemon(common: Common) -> Iterator[Finding]:
                 client.status(deadline=common.deadline)
                 times.append(time.perf_counter() - began)
     except KvtierError as error:
-        yield Finding("daemon", f"none at {common.where}: {error}", NOTE, "start one with kvtier-server, or correct --address")
+        yield HostFinding(
+            "daemon", f"none at {common.where}: {error}", NOTE, "start one with kvtier-server, or correct --address"
+        )
         return
-    yield Finding("daemon", f"{common.where}, version {status['version']}, pid {status['pid']}")
+    yield HostFinding("daemon", f"{common.where}, version {status['version']}, pid {status['pid']}")
     ordered = sorted(times)
     text = f"{median(ordered) * 1e6:.0f} us, p99 {ordered[int(0.99 * CALLS)] * 1e6:.0f} us"
     slow = median(ordered) > 1e-3
-    yield Finding(
-        "round trip (status call)", text, NOTE if slow else GOOD, "the lane answers in 0.1 ms on a quiet host: busy cores, or gRPC?" if slow else ""
+    yield HostFinding(
+        "round trip (status call)",
+        text,
+        NOTE if slow else GOOD,
+        "the lane answers in 0.1 ms on a quiet host: busy cores, or gRPC?" if slow else "",
     )
     ready, total = status["arena_ready_bytes"], status["arena_bytes"]
-    behind = "" if ready >= total else "still being backed by memory: if this number stands still, see the daemon's log for `arena not backed`"
-    yield Finding("arena", f"{size(total)}, {size(ready)} backed, {size(status['used_bytes'])} used", GOOD if not behind else NOTE, behind)
+    behind = (
+        ""
+        if ready >= total
+        else "still being backed by memory: if this number stands still, see the daemon's log for `arena not backed`"
+    )
+    yield HostFinding(
+        "arena",
+        f"{size(total)}, {size(ready)} backed, {size(status['used_bytes'])} used",
+        GOOD if not behind else NOTE,
+        behind,
+    )
     for name in unscaled:
-        yield Finding("uncalibrated", name, NOTE, "every scale is 1.0: kvtier calibrate makes better ones, kvtier evaluate says what 1.0 costs")
+        yield HostFinding(
+            "uncalibrated",
+            name,
+            NOTE,
+            "every scale is 1.0: kvtier calibrate makes better ones, kvtier evaluate says what 1.0 costs",
+        )
     yield from _daemon_limits(status["pid"])
 
 
@@ -279,14 +331,16 @@ def _uncalibrated(client: Client, deadline: float) -> list[str]:
     return found
 
 
-def _daemon_limits(pid: int) -> Iterator[Finding]:
+def _daemon_limits(pid: int) -> Iterator[HostFinding]:
     try:
         lines = Path(f"/proc/{pid}/limits").read_text().splitlines()
     except OSError:
         return  # another host's, another container's, or another user's
     files = next((line.split()[3] for line in lines if line.startswith("Max open files")), "")
     if files.isdigit() and int(files) < 4096:
-        yield Finding("the daemon's open files", files, NOTE, "two per client and socket: LimitNOFILE=65536 in its unit")
+        yield HostFinding(
+            "the daemon's open files", files, NOTE, "two per client and socket: LimitNOFILE=65536 in its unit"
+        )
 
 
 def _meminfo(name: str) -> int | None:
@@ -327,7 +381,7 @@ def _disk_rates(directory: Path) -> tuple[float, float, bool]:
     return DISK / (middle - began), DISK / (end - middle), direct
 
 
-def _print(findings: list[Finding], bad: int) -> None:
+def _print(findings: list[HostFinding], bad: int) -> None:
     console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
     marks = {GOOD: "[green]good[/]", NOTE: "[yellow]note[/]", BAD: "[red]bad [/]"}
     for finding in findings:

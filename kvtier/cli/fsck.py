@@ -14,14 +14,16 @@ from kvtier.cli import output
 from kvtier.cli.app import Common, command
 from kvtier.cli.output import Exit, size
 from kvtier.errors import Unavailable
-from kvtier.tiers.fsck import Report, check
+from kvtier.tiers.ssd.inspection import DirectoryReport, check
 
 
 @command()
 def fsck(
     common: Common,
     directory: Annotated[Path, typer.Argument(help="The directory of an SSD tier, the setting ssd.path.")],
-    repair: Annotated[bool, typer.Option("--repair", help="Forget blocks that fail, move aside what does not belong.")] = False,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Forget blocks that fail, move aside what does not belong.")
+    ] = False,
 ) -> Exit:
     """Check an SSD tier's directory while no daemon has it: index, records, every block's header and bytes, stray files.
 
@@ -48,7 +50,7 @@ def fsck(
     return Exit.OK if report.clean else Exit.NEGATIVE
 
 
-def _print(report: Report) -> None:
+def _print(report: DirectoryReport) -> None:
     rows = [(finding.where, finding.what) for finding in report.findings]
     if report.found > len(rows):
         rows.append(("...", f"and {report.found - len(rows)} more"))

@@ -5,16 +5,16 @@ Files are read whole or in pieces, never executed or mapped; each has a limit. E
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import stat
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvtier.client import Client
+from kvtier.client.api import Client
 from kvtier.errors import Invalid
-from kvtier.identity import CHAIN, MAX_DESCRIPTION_BYTES, NO_CONTEXT, Description, chain_hashes, request_context
+from kvtier.format.description_file import read_description, read_file
+from kvtier.format.identity import CHAIN, NO_CONTEXT, Description, chain_hashes, request_context
 
 MAX_LIST_BYTES = 256 * 2**20  # of a file of hashes or of token ids
 MAX_SALT_BYTES = 64 * 1024
@@ -29,19 +29,6 @@ def description_of(name: str, client: Client, deadline: float) -> Description:
     if name.endswith(".json") or os.sep in name or os.path.exists(name):
         return read_description(Path(name))
     return Description.from_json(client.show(name, deadline=deadline)[1])
-
-
-def read_description(path: Path) -> Description:
-    """A description from a file; the JSON need not be in canonical form."""
-    raw = read_file(path, 4 * MAX_DESCRIPTION_BYTES)
-    try:
-        data = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise Invalid(f"{path} is not JSON: {error!s:.200}") from None
-    try:
-        return Description.from_json(data)
-    except Invalid as error:
-        raise Invalid(f"{path} is not a description: {error}") from None
 
 
 def duration(text: str) -> int:
@@ -59,22 +46,14 @@ def duration_text(seconds: int) -> str:
     return f"{seconds // _UNITS[unit]}{unit}" if unit else "off"
 
 
-def read_file(path: Path, most: int) -> bytes:
-    """A file whole. Raises Invalid if it cannot be read or is longer than `most`."""
-    try:
-        with path.open("rb") as file:
-            raw = file.read(most + 1)
-    except OSError as error:
-        raise Invalid(f"cannot read {path}: {error.strerror}") from None
-    if len(raw) > most:
-        raise Invalid(f"{path} has more than {most} bytes")
-    return raw
-
-
-def hashes_of(description: Description, group: int, given: Sequence[str], hashes: Path | None, tokens: Path | None) -> bytes:
+def hashes_of(
+    description: Description, group: int, given: Sequence[str], hashes: Path | None, tokens: Path | None
+) -> bytes:
     """Concatenated content hashes from exactly one of: hex digits, a file of them (one a line), a file of token ids."""
     if sum((bool(given), hashes is not None, tokens is not None)) != 1:
-        raise Invalid("say which blocks by one of --hash HEX (more than once, if you like), --hashes FILE or --tokens FILE")
+        raise Invalid(
+            "say which blocks by one of --hash HEX (more than once, if you like), --hashes FILE or --tokens FILE"
+        )
     if tokens is not None:
         return b"".join(token_hashes(description, group, read_tokens(tokens)))
     lines = list(given)
@@ -87,7 +66,9 @@ def hashes_of(description: Description, group: int, given: Sequence[str], hashes
     nbytes = description.hashing.nbytes
     for place, line in enumerate(lines, 1):
         if not _HEX.fullmatch(line) or len(line) != 2 * nbytes:
-            raise Invalid(f"hash {place}: {line!r:.80} is not one of this namespace: write {2 * nbytes} lower-case hex digits")
+            raise Invalid(
+                f"hash {place}: {line!r:.80} is not one of this namespace: write {2 * nbytes} lower-case hex digits"
+            )
     return bytes.fromhex("".join(lines))
 
 
@@ -108,7 +89,9 @@ def token_hashes(description: Description, group: int, tokens: Sequence[int]) ->
     """Hashes of the whole blocks of a prompt, by `identity.chain_hashes`; a block of several engine blocks has its last one's hash."""
     scheme = description.hashing
     if scheme.algorithm != CHAIN or scheme.lookahead or scheme.nbytes != 32:
-        raise Invalid(f"hashes of this namespace are made by {scheme.algorithm!r}, which only its engine can do: give them by --hash or --hashes")
+        raise Invalid(
+            f"hashes of this namespace are made by {scheme.algorithm!r}, which only its engine can do: give them by --hash or --hashes"
+        )
     if not 0 <= group < len(description.layout.groups):
         raise Invalid(f"there is no group {group}; this namespace has {len(description.layout.groups)}")
     each, rest = divmod(description.layout.groups[group].tokens, scheme.block_tokens)

@@ -92,7 +92,11 @@ def size(nbytes: float) -> str:
 def progress(what: str, total: int, unit: str = "") -> Iterator[Callable[[int], None]]:
     """A bar on stderr, where that is a terminal, of bytes or of what `unit` says. Yields the function that moves it on."""
     quiet = not sys.stderr.isatty() or os.environ.get("TERM") == "dumb"
-    counted = (TextColumn("{task.completed:,.0f}/{task.total:,.0f} " + unit),) if unit else (DownloadColumn(binary_units=True), TransferSpeedColumn())
+    counted = (
+        (TextColumn("{task.completed:,.0f}/{task.total:,.0f} " + unit),)
+        if unit
+        else (DownloadColumn(binary_units=True), TransferSpeedColumn())
+    )
     columns = (TextColumn("{task.description}"), BarColumn(), *counted, TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as bar:
         task = bar.add_task(what, total=total)

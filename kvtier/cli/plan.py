@@ -9,26 +9,31 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtier import artifact, plan
-from kvtier.advice import Advice, advise, guard, uncalibrated
-from kvtier.caches import ModelCaches, read_caches
 from kvtier.cli import output
 from kvtier.cli.app import Common, command
 from kvtier.cli.output import Exit, size
-from kvtier.daemon.values import parse_size
 from kvtier.errors import Invalid
-from kvtier.plan import Choice
+from kvtier.format import artifact
+from kvtier.models import capacity
+from kvtier.models.advice import Advice, advise, guard, uncalibrated
+from kvtier.models.capacity import Choice
+from kvtier.models.model_config import ModelCaches, read_caches
+from kvtier.server.setting_values import parse_size
 
 _PAIR = re.compile(r"(\d+):(\d+(?:\.\d+)?)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class GpuMemory:
     """Where the engine's pool comes from."""
 
     memory: Annotated[str, typer.Option("--memory", help="Memory of one GPU, e.g. 80GiB.")] = ""
-    utilization: Annotated[float, typer.Option("--utilization", min=0.01, max=1, help="Share of it that the engine uses.")] = 0.9
-    weights: Annotated[str, typer.Option("--weights", help="Bytes of all weights. [default: those of the safetensors files]")] = ""
+    utilization: Annotated[
+        float, typer.Option("--utilization", min=0.01, max=1, help="Share of it that the engine uses.")
+    ] = 0.9
+    weights: Annotated[
+        str, typer.Option("--weights", help="Bytes of all weights. [default: those of the safetensors files]")
+    ] = ""
     reserve: Annotated[str, typer.Option("--reserve", help="Bytes for activations and graphs on each GPU.")] = "2GiB"
     kv_bytes: Annotated[str, typer.Option("--kv-bytes", help="Instead of all these: bytes for KV on each GPU.")] = ""
 
@@ -46,16 +51,22 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class StoredForm:
     """How the KV is kept."""
 
-    granularity: Annotated[str, typer.Option("--granularity", help="Of the scales: tensor, head, block-head, token-head or channel.")] = "head"
+    granularity: Annotated[
+        str, typer.Option("--granularity", help="Of the scales: tensor, head, block-head, token-head or channel.")
+    ] = "head"
     exclude: Annotated[str, typer.Option("--exclude", help="Layers that stay native, e.g. 0,1,31.")] = ""
     sliding: Annotated[bool, typer.Option("--sliding", help="Quantize layers with a sliding window too.")] = False
     block: Annotated[int, typer.Option("--block-size", min=1, max=65536, help="Tokens of an engine block.")] = 16
-    engine_blocks: Annotated[int, typer.Option("--engine-blocks", min=1, max=4096, help="Engine blocks in a kvtier block.")] = 1
+    engine_blocks: Annotated[
+        int, typer.Option("--engine-blocks", min=1, max=4096, help="Engine blocks in a kvtier block.")
+    ] = 1
     tp: Annotated[int, typer.Option("--tp", min=1, max=1024, help="Tensor-parallel ranks.")] = 1
-    in_flight: Annotated[int, typer.Option("--in-flight", min=0, help="Tokens scheduled at once, which windows hold too.")] = 0
+    in_flight: Annotated[
+        int, typer.Option("--in-flight", min=0, help="Tokens scheduled at once, which windows hold too.")
+    ] = 0
 
     def choice(self, scales: artifact.Artifact | None) -> Choice:
         """The plan's choice; what an artifact says of format and exclusions stands."""
@@ -64,7 +75,9 @@ class Form:
         if scales is not None:
             excluded |= set(scales.excluded)
             granularity = next(iter(scales.parts.values())).granularity
-        return Choice("e4m3fn", granularity, self.block, self.engine_blocks, excluded, self.sliding, self.tp, self.in_flight)
+        return Choice(
+            "e4m3fn", granularity, self.block, self.engine_blocks, excluded, self.sliding, self.tp, self.in_flight
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +88,15 @@ class Figures:
     ssd: Annotated[str, typer.Option("--ssd", help="Bytes of the SSD tier.")] = ""
     redis: Annotated[str, typer.Option("--redis", help="Bytes of Redis.")] = ""
     link: Annotated[float, typer.Option("--link", min=0, help="GB/s from the tier to the GPU, of one engine.")] = 0.0
-    overhead: Annotated[float, typer.Option("--overhead", min=0, help="Milliseconds that a restore takes whatever its length.")] = 2.0
-    prefill: Annotated[str, typer.Option("--prefill", help="Measured prefill, tokens:seconds, e.g. 4096:0.18,32768:1.6.")] = ""
-    itl_native: Annotated[str, typer.Option("--itl-native", help="Measured ms per output token, context:ms, at two lengths or more.")] = ""
+    overhead: Annotated[
+        float, typer.Option("--overhead", min=0, help="Milliseconds that a restore takes whatever its length.")
+    ] = 2.0
+    prefill: Annotated[
+        str, typer.Option("--prefill", help="Measured prefill, tokens:seconds, e.g. 4096:0.18,32768:1.6.")
+    ] = ""
+    itl_native: Annotated[
+        str, typer.Option("--itl-native", help="Measured ms per output token, context:ms, at two lengths or more.")
+    ] = ""
     itl_fp8: Annotated[str, typer.Option("--itl-fp8", help="The same over FP8 KV.")] = ""
 
 
@@ -85,11 +104,16 @@ class Figures:
 def plan_command(
     common: Common,
     model: Annotated[Path, typer.Argument(help="Directory of the model, or its config.json.")],
-    memory: Memory,
-    form: Form,
+    memory: GpuMemory,
+    form: StoredForm,
     figures: Figures,
-    context: Annotated[str, typer.Option("--context", help="Context lengths, e.g. 2048,8192. [default: the longest and a quarter of it]")] = "",
-    scales: Annotated[Path | None, typer.Option("--artifact", help="An artifact: its format, exclusions and calibrated length.")] = None,
+    context: Annotated[
+        str,
+        typer.Option("--context", help="Context lengths, e.g. 2048,8192. [default: the longest and a quarter of it]"),
+    ] = "",
+    scales: Annotated[
+        Path | None, typer.Option("--artifact", help="An artifact: its format, exclusions and calibrated length.")
+    ] = None,
 ) -> Exit:
     """Plan capacity: tokens and sequences that fit natively and in FP8, what each tier holds, and when it pays."""
     caches = read_caches(model)
@@ -106,26 +130,47 @@ def plan_command(
 def work_out(caches: ModelCaches, choice: Choice, nbytes: int, contexts: list[int], figures: Figures) -> dict[str, Any]:
     """All numbers of a plan as plain data."""
     native = replace(choice, dtype=caches.dtype, granularity="none")
-    groups = {name: [asdict(group) for group in plan.group_sizes(caches, one)] for name, one in (("native", native), ("fp8", choice))}
+    groups = {
+        name: [asdict(group) for group in capacity.group_sizes(caches, one)]
+        for name, one in (("native", native), ("fp8", choice))
+    }
     rows = []
     for context in contexts:
-        pools = {name: plan.pool(caches, one, nbytes, context) for name, one in (("native", native), ("fp8", choice))}
+        pools = {
+            name: capacity.pool(caches, one, nbytes, context) for name, one in (("native", native), ("fp8", choice))
+        }
         row: dict[str, Any] = {"context": context, "ratio": pools["fp8"].concurrency / pools["native"].concurrency}
         for name, pool in pools.items():
-            row[name] = {**asdict(pool), "tokens": pool.tokens, "concurrency": pool.concurrency, "sequences": int(pool.concurrency)}
+            row[name] = {
+                **asdict(pool),
+                "tokens": pool.tokens,
+                "concurrency": pool.concurrency,
+                "sequences": int(pool.concurrency),
+            }
         rows.append(row)
-    bytes_per_token = {name: plan.stored_bytes(caches, one) for name, one in (("native", native), ("fp8", choice))}
+    bytes_per_token = {name: capacity.stored_bytes(caches, one) for name, one in (("native", native), ("fp8", choice))}
     tiers = []
-    for name, count in (("arena", plan.arena_tokens), ("ssd", plan.ssd_tokens), ("redis", plan.redis_tokens)):
+    for name, count in (
+        ("arena", capacity.arena_tokens),
+        ("ssd", capacity.ssd_tokens),
+        ("redis", capacity.redis_tokens),
+    ):
         if text := getattr(figures, name):
             given = parse_size(text)
-            tiers.append({"tier": name, "bytes": given, "native": count(caches, native, given), "fp8": count(caches, choice, given)})
-    exclusions = {layer.index: plan.exclusion_bytes(caches, choice, layer.index) for layer in caches.cached}
+            tiers.append(
+                {
+                    "tier": name,
+                    "bytes": given,
+                    "native": count(caches, native, given),
+                    "fp8": count(caches, choice, given),
+                }
+            )
+    exclusions = {layer.index: capacity.exclusion_bytes(caches, choice, layer.index) for layer in caches.cached}
     return {
         "model": caches.model,
         "pool_bytes": nbytes,
         "groups": groups,
-        "static_scale_bytes": plan.static_scale_bytes(caches, choice),
+        "static_scale_bytes": capacity.static_scale_bytes(caches, choice),
         "capacity": rows,
         "stored_bytes_per_token": bytes_per_token,
         "tiers": tiers,
@@ -137,20 +182,27 @@ def work_out(caches: ModelCaches, choice: Choice, nbytes: int, contexts: list[in
 def _break_evens(bytes_per_token: dict[str, float], figures: Figures, tp: int) -> dict[str, Any]:
     found: dict[str, Any] = {"restore": None, "decode": None}
     if figures.link and figures.prefill:
-        recompute = plan.prefill_curve(pairs(figures.prefill))
+        recompute = capacity.prefill_curve(pairs(figures.prefill))
         found["restore"] = {
-            name: plan.restore_break_even(nbytes / tp, figures.link * 1e9, figures.overhead / 1e3, recompute)
+            name: capacity.restore_break_even(nbytes / tp, figures.link * 1e9, figures.overhead / 1e3, recompute)
             for name, nbytes in bytes_per_token.items()
         }
     if figures.itl_native and figures.itl_fp8:
-        lines = [plan.line(pairs(text)) for text in (figures.itl_native, figures.itl_fp8)]
-        found["decode"] = {"tokens": plan.decode_break_even(*lines), "slope_ratio": lines[1][1] / lines[0][1] if lines[0][1] else None}
+        lines = [capacity.line(pairs(text)) for text in (figures.itl_native, figures.itl_fp8)]
+        found["decode"] = {
+            "tokens": capacity.decode_break_even(*lines),
+            "slope_ratio": lines[1][1] / lines[0][1] if lines[0][1] else None,
+        }
     return found
 
 
-def _advice(caches: ModelCaches, choice: Choice, contexts: list[int], found: dict[str, Any], bundle: artifact.Artifact | None) -> list[Advice]:
+def _advice(
+    caches: ModelCaches, choice: Choice, contexts: list[int], found: dict[str, Any], bundle: artifact.Artifact | None
+) -> list[Advice]:
     decode, last = found["decode"], found["capacity"][-1]
-    advice = advise(caches, choice, contexts[-1], last["ratio"], decode["tokens"] if decode else None, decode is not None)
+    advice = advise(
+        caches, choice, contexts[-1], last["ratio"], decode["tokens"] if decode else None, decode is not None
+    )
     warnings = [guard(bundle, contexts[-1]), uncalibrated(bundle)] if bundle is not None else []
     return [one for one in warnings if one is not None] + advice
 
@@ -176,7 +228,9 @@ def weight_bytes(model: Path) -> int:
     folder = model if model.is_dir() else model.parent
     total = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if not total:
-        raise Invalid(f"{folder} has no safetensors files: say how large the weights are with --weights, or give --kv-bytes")
+        raise Invalid(
+            f"{folder} has no safetensors files: say how large the weights are with --weights, or give --kv-bytes"
+        )
     return total
 
 
@@ -193,7 +247,16 @@ def _print(found: dict[str, Any], advice: list[dict[str, str]]) -> None:
             shape = "x".join(map(str, (group["heads"], *group["widths"])))
             per_token = group["payload_bytes"] + group["scale_bytes"]
             rows.append(
-                (name, group["kind"], group["dtype"], len(group["layers"]), shape, group["window"] or "-", round(per_token), group["page_bytes"])
+                (
+                    name,
+                    group["kind"],
+                    group["dtype"],
+                    len(group["layers"]),
+                    shape,
+                    group["window"] or "-",
+                    round(per_token),
+                    group["page_bytes"],
+                )
             )
     output.table(("", "layers", "dtype", "number", "heads x widths", "window", "bytes/token", "page"), rows)
     print()
@@ -202,16 +265,35 @@ def _print(found: dict[str, Any], advice: list[dict[str, str]]) -> None:
     for row in found["capacity"]:
         native, fp8 = row["native"], row["fp8"]
         capacity.append(
-            (row["context"], native["tokens"], native["sequences"], fp8["tokens"], fp8["sequences"], f"{row['ratio']:.3f}", f"{fp8['remainder']:.2%}")
+            (
+                row["context"],
+                native["tokens"],
+                native["sequences"],
+                fp8["tokens"],
+                fp8["sequences"],
+                f"{row['ratio']:.3f}",
+                f"{fp8['remainder']:.2%}",
+            )
         )
     output.table(columns, capacity)
     stored = found["stored_bytes_per_token"]
     fewer = stored["native"] / stored["fp8"]
-    print(f"\nin kvtier a token is {stored['native']:,.0f} bytes natively, {stored['fp8']:,.0f} in FP8 ({fewer:.3f} times fewer)")
+    print(
+        f"\nin kvtier a token is {stored['native']:,.0f} bytes natively, {stored['fp8']:,.0f} in FP8 ({fewer:.3f} times fewer)"
+    )
     if found["tiers"]:
-        output.table(("tier", "size", "native tokens", "FP8 tokens"), [(t["tier"], size(t["bytes"]), t["native"], t["fp8"]) for t in found["tiers"]])
+        output.table(
+            ("tier", "size", "native tokens", "FP8 tokens"),
+            [(t["tier"], size(t["bytes"]), t["native"], t["fp8"]) for t in found["tiers"]],
+        )
     print(_sentence("restore instead of recompute", found["restore"], "give --link and --prefill"))
-    print(_sentence("FP8 decode instead of native", found["decode"] and {"": found["decode"]["tokens"]}, "give --itl-native and --itl-fp8"))
+    print(
+        _sentence(
+            "FP8 decode instead of native",
+            found["decode"] and {"": found["decode"]["tokens"]},
+            "give --itl-native and --itl-fp8",
+        )
+    )
     for one in advice:
         print(f"{one['topic']}: {one['found']}\n    {one['do']}")
 
@@ -219,5 +301,7 @@ def _print(found: dict[str, Any], advice: list[dict[str, str]]) -> None:
 def _sentence(what: str, lengths: dict[str, float | None] | None, ask: str) -> str:
     if lengths is None:
         return f"{what}: not worked out; {ask}"
-    said = [f"{name} {'at no length' if n is None else f'from {n:,.0f} tokens on'}".strip() for name, n in lengths.items()]
+    said = [
+        f"{name} {'at no length' if n is None else f'from {n:,.0f} tokens on'}".strip() for name, n in lengths.items()
+    ]
     return f"{what}: pays {', '.join(said)}"

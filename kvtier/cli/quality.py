@@ -15,20 +15,25 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from kvtier import artifact as bundle
-from kvtier import plan
-from kvtier.caches import read_caches
 from kvtier.cli import output
 from kvtier.cli.app import Common, command
 from kvtier.cli.output import Exit, message
 from kvtier.cli.plan import layers
 from kvtier.errors import Invalid
-from kvtier.fingerprint import resolve_revision
+from kvtier.format import artifact as bundle
+from kvtier.format.fingerprint import resolve_revision
+from kvtier.models import capacity
+from kvtier.models.model_config import read_caches
 
-Texts = Annotated[list[str] | None, typer.Option("--text", help="stratum=FILE (.txt, .jsonl, .tokens); may be repeated. [default: a built-in text]")]
+Texts = Annotated[
+    list[str] | None,
+    typer.Option("--text", help="stratum=FILE (.txt, .jsonl, .tokens); may be repeated. [default: a built-in text]"),
+]
 Model = Annotated[str, typer.Argument(help="Directory of a Hugging Face model, or smollm2.")]
 Device = Annotated[str, typer.Option("--device", help="cpu, or another device of torch, e.g. cuda.")]
-Dtype = Annotated[str, typer.Option("--dtype", help="What the model computes in; float32 measures the format and nothing else.")]
+Dtype = Annotated[
+    str, typer.Option("--dtype", help="What the model computes in; float32 measures the format and nothing else.")
+]
 Threads = Annotated[int, typer.Option("--threads", min=0, max=1024, help="Threads that torch may use. [default: all]")]
 
 
@@ -38,7 +43,9 @@ def calibrate(
     model: Model,
     save: Annotated[Path, typer.Option("--save", help="Directory to write the artifact to.")],
     text: Texts = None,
-    length: Annotated[int, typer.Option("--length", min=2, max=2**20, help="Tokens of a piece: as long as the contexts you serve.")] = 2048,
+    length: Annotated[
+        int, typer.Option("--length", min=2, max=2**20, help="Tokens of a piece: as long as the contexts you serve.")
+    ] = 2048,
     samples: Annotated[int, typer.Option("--samples", min=1, max=100_000, help="Pieces of each stratum.")] = 8,
     granularity: Annotated[str, typer.Option("--granularity", help="tensor or head.")] = "head",
     rule: Annotated[str, typer.Option("--rule", help="amax, percentile or least-error.")] = "amax",
@@ -46,12 +53,23 @@ def calibrate(
     percentile: Annotated[float, typer.Option("--percentile", help="For that rule.")] = 99.99,
     exclude: Annotated[str, typer.Option("--exclude", help="Layers that stay native, e.g. 0,1,31.")] = "",
     sliding: Annotated[
-        bool, typer.Option("--sliding", help="Also layers with a sliding window, which stay native beside full ones otherwise.")
+        bool,
+        typer.Option(
+            "--sliding", help="Also layers with a sliding window, which stay native beside full ones otherwise."
+        ),
     ] = False,
-    sensitivity: Annotated[int, typer.Option("--sensitivity", min=0, help="Tokens to measure each layer's cost on; 0: not measured.")] = 0,
-    statistics: Annotated[Path | None, typer.Option("--statistics", help="CSV of what was seen, by layer, part, head and stratum.")] = None,
-    one: Annotated[bool, typer.Option("--uncalibrated", help="Scale 1.0 everywhere, without looking at any data.")] = False,
-    revision: Annotated[str, typer.Option("--revision", help="The model's revision. [default: told from the files]")] = "",
+    sensitivity: Annotated[
+        int, typer.Option("--sensitivity", min=0, help="Tokens to measure each layer's cost on; 0: not measured.")
+    ] = 0,
+    statistics: Annotated[
+        Path | None, typer.Option("--statistics", help="CSV of what was seen, by layer, part, head and stratum.")
+    ] = None,
+    one: Annotated[
+        bool, typer.Option("--uncalibrated", help="Scale 1.0 everywhere, without looking at any data.")
+    ] = False,
+    revision: Annotated[
+        str, typer.Option("--revision", help="The model's revision. [default: told from the files]")
+    ] = "",
     device: Device = "cpu",
     dtype: Dtype = "float32",
     threads: Threads = 0,
@@ -68,17 +86,35 @@ def calibrate(
         out = sorted({*out, *(() if sliding else quality.unit.windows(subject.caches))})
         pieces = quality.data.read(text or [], subject.encode, length, samples)
         observer = quality.calibrate.observe(subject, pieces, lambda done, total: step("calibrate", done, total))
-        options = {"granularity": granularity, "rule": rule, "headroom": headroom, "percent": percentile, "excluded": out}
+        options = {
+            "granularity": granularity,
+            "rule": rule,
+            "headroom": headroom,
+            "percent": percentile,
+            "excluded": out,
+        }
         made = quality.calibrate.export(subject, observer, pieces, **options)
         costs: dict[int, float] = {}
         if sensitivity:
             tokens = quality.data.read(text or [], subject.encode, sensitivity, 1)[0].tokens
-            costs = quality.calibrate.sensitivity(subject, made, tokens, lambda done, total: step("each layer alone", done, total))
-            made = quality.calibrate.export(subject, observer, pieces, **options, report=quality.calibrate.sensitivity_report(costs))
+            costs = quality.calibrate.sensitivity(
+                subject, made, tokens, lambda done, total: step("each layer alone", done, total)
+            )
+            made = quality.calibrate.export(
+                subject, observer, pieces, **options, report=quality.calibrate.sensitivity_report(costs)
+            )
     made.save(save)
     if statistics is not None:
         quality.report.write_csv(statistics, quality.calibrate.statistics(observer, made.scales))
-    _say(common, save, made, costs, quality.calibrate.propose(costs, subject.caches), _strata(observer), _curve(observer, made))
+    _say(
+        common,
+        save,
+        made,
+        costs,
+        quality.calibrate.propose(costs, subject.caches),
+        _strata(observer),
+        _curve(observer, made),
+    )
     return Exit.OK
 
 
@@ -98,15 +134,23 @@ def _say(
         "strata": strata,
         "clip_curve": curve,
         "sensitivity": costs,
-        "proposed_exclusions": [{"layer": layer, "kl": cost, "bytes_per_token": nbytes} for layer, cost, nbytes in proposed],
+        "proposed_exclusions": [
+            {"layer": layer, "kl": cost, "bytes_per_token": nbytes} for layer, cost, nbytes in proposed
+        ],
     }
 
     def show() -> None:
-        print(f"artifact {made.digest}\n{save}: {len(made.scales)} scales, positions up to {made.calibrated_position}, {made.report['mix']}")
+        print(
+            f"artifact {made.digest}\n{save}: {len(made.scales)} scales, positions up to {made.calibrated_position}, {made.report['mix']}"
+        )
         output.table(("stratum", "layers and parts whose largest value it has"), list(strata.items()))
-        output.table(("scale times", "share that clips"), [(f"1/{1 / factor:.0f}", f"{share:.2e}") for factor, share in curve])
+        output.table(
+            ("scale times", "share that clips"), [(f"1/{1 / factor:.0f}", f"{share:.2e}") for factor, share in curve]
+        )
         for layer, cost, nbytes in proposed:
-            print(f"layer {layer} alone costs KL {cost:.4f}; leaving it native costs {nbytes:,} bytes a token: --exclude {layer}")
+            print(
+                f"layer {layer} alone costs KL {cost:.4f}; leaving it native costs {nbytes:,} bytes a token: --exclude {layer}"
+            )
         if costs and not proposed:
             print("no layer stands out: nothing to exclude")
 
@@ -118,18 +162,30 @@ def evaluate(
     common: Common,
     model: Model,
     report: Annotated[Path, typer.Option("--report", help="Directory for report.md, CSV and plots.")],
-    artifact: Annotated[Path | None, typer.Option("--artifact", help="The artifact to judge. [default: calibrate here]")] = None,
+    artifact: Annotated[
+        Path | None, typer.Option("--artifact", help="The artifact to judge. [default: calibrate here]")
+    ] = None,
     text: Texts = None,
-    calibration: Annotated[list[str] | None, typer.Option("--calibration", help="stratum=FILE to calibrate on, where that is done here.")] = None,
-    calibration_length: Annotated[int, typer.Option("--calibration-length", min=2, max=2**20, help="Tokens of a piece of it.")] = 2048,
+    calibration: Annotated[
+        list[str] | None, typer.Option("--calibration", help="stratum=FILE to calibrate on, where that is done here.")
+    ] = None,
+    calibration_length: Annotated[
+        int, typer.Option("--calibration-length", min=2, max=2**20, help="Tokens of a piece of it.")
+    ] = 2048,
     schemes: Annotated[str, typer.Option("--schemes", help="Comma-separated. [default: all of them]")] = "",
     lengths: Annotated[str, typer.Option("--lengths", help="Context lengths, ascending.")] = "512,2048",
-    sequences: Annotated[int, typer.Option("--sequences", min=1, max=10_000, help="Pieces of each text and length.")] = 2,
+    sequences: Annotated[
+        int, typer.Option("--sequences", min=1, max=10_000, help="Pieces of each text and length.")
+    ] = 2,
     factor: Annotated[int, typer.Option("--twin", min=0, max=65536, help="Factor of the outlier twin; 0: none.")] = 512,
     without: Annotated[str, typer.Option("--without", help="Layers to leave native one at a time.")] = "",
-    passages: Annotated[int, typer.Option("--passages", min=0, max=16, help="Hidden passages and needles; 0: no retrieval.")] = 8,
+    passages: Annotated[
+        int, typer.Option("--passages", min=0, max=16, help="Hidden passages and needles; 0: no retrieval.")
+    ] = 8,
     tasks: Annotated[Path | None, typer.Option("--tasks", help="JSONL of prompts and checkers.")] = None,
-    built_in: Annotated[bool, typer.Option("--answers/--no-answers", help="The built-in JSON, tool-call and repetition tasks.")] = True,
+    built_in: Annotated[
+        bool, typer.Option("--answers/--no-answers", help="The built-in JSON, tool-call and repetition tasks.")
+    ] = True,
     temperature: Annotated[float, typer.Option("--temperature", min=0, max=10, help="Of free-running answers.")] = 0.0,
     seed: Annotated[int, typer.Option("--seed", min=0, help="For whatever is drawn.")] = 0,
     device: Device = "cpu",
@@ -142,7 +198,9 @@ def evaluate(
     if not found:
         raise Invalid("--lengths needs a number at least")
     names = tuple(name.strip() for name in schemes.split(",") if name.strip()) or quality.standard.NAMES
-    settings = quality.evaluate.Settings(names, tuple(found), sequences, factor, tuple(layers(without)), passages, temperature=temperature, seed=seed)
+    settings = quality.evaluate.EvaluationSettings(
+        names, tuple(found), sequences, factor, tuple(layers(without)), passages, temperature=temperature, seed=seed
+    )
     asked = [*(quality.tasks.built_in() if built_in else []), *(quality.tasks.read(tasks) if tasks is not None else [])]
     loaded = bundle.load(artifact) if artifact is not None else None
     with _bars() as step:
@@ -159,10 +217,16 @@ def evaluate(
     verdicts = made.verdicts
     for one in made.warnings:
         message(f"warning: {one.topic}: {one.found}: {one.do}")
-    data = {"verdicts": [asdict(v) for v in verdicts], "warnings": [asdict(one) for one in made.warnings], "files": [str(file) for file in files]}
+    data = {
+        "verdicts": [asdict(v) for v in verdicts],
+        "warnings": [asdict(one) for one in made.warnings],
+        "files": [str(file) for file in files],
+    }
 
     def show() -> None:
-        output.table(("model", "scheme", "verdict", "why"), [(v.model, v.scheme, v.word, "; ".join(v.reasons)) for v in verdicts])
+        output.table(
+            ("model", "scheme", "verdict", "why"), [(v.model, v.scheme, v.word, "; ".join(v.reasons)) for v in verdicts]
+        )
         print(f"report: {files[0]}")
 
     output.result(data, common.json, show)
@@ -172,15 +236,19 @@ def evaluate(
 
 def _uncalibrated(common: Common, model: str, save: Path, granularity: str, excluded: list[int], revision: str) -> Exit:
     """Scale 1.0, which needs the configuration only."""
-    from kvtier.workbench.quality import unit
+    from kvtier.quality import unit
 
     name, exact = resolve_revision(model, revision or None)
     caches = read_caches(model)
-    plan.group_sizes(caches, plan.Choice(excluded=frozenset(excluded)))
+    capacity.group_sizes(caches, capacity.Choice(excluded=frozenset(excluded)))
     made = unit.uncalibrated(caches, name, exact, granularity, excluded)
     made.save(save)
     message("UNCALIBRATED: every scale is 1.0; values beyond 448 will be clipped")
-    output.result({"digest": made.digest, "manifest": made.to_json(), "uncalibrated": True}, common.json, lambda: print(f"artifact {made.digest}"))
+    output.result(
+        {"digest": made.digest, "manifest": made.to_json(), "uncalibrated": True},
+        common.json,
+        lambda: print(f"artifact {made.digest}"),
+    )
     return Exit.OK
 
 
@@ -189,8 +257,17 @@ def _workbench(threads: int) -> Any:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: threads that wait should sleep
     if missing := [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]:
         raise Invalid(f"{missing[0]} is not installed: pip install 'kvtier[torch]'")
-    from kvtier.workbench import quality
-    from kvtier.workbench.quality import calibrate, data, evaluate, report, standard, subject, tasks, unit  # noqa: F401
+    from kvtier import quality
+    from kvtier.quality import (
+        calibrate,  # noqa: F401
+        data,  # noqa: F401
+        evaluate,  # noqa: F401
+        report,  # noqa: F401
+        standard,  # noqa: F401
+        subject,
+        tasks,  # noqa: F401
+        unit,  # noqa: F401
+    )
 
     subject.set_threads(threads)
     return quality
@@ -208,9 +285,11 @@ def _strata(observer: Any) -> dict[str, int]:
 
 def _curve(observer: Any, made: bundle.Artifact) -> list[tuple[float, float]]:
     """The clip curve over the whole model: (factor on the scales, share of values that would clip)."""
-    from kvtier.workbench.quality.observe import clip_curve
+    from kvtier.quality.observe import clip_curve
 
-    curves = [(observer.seen[key].elements, clip_curve(observer.seen[key], scales)) for key, scales in made.scales.items()]
+    curves = [
+        (observer.seen[key].elements, clip_curve(observer.seen[key], scales)) for key, scales in made.scales.items()
+    ]
     total = sum(elements for elements, _ in curves)
     shares = [sum(n * points[place][1] for n, points in curves) / total for place in range(len(curves[0][1]))]
     return [(factor, share) for (factor, _), share in zip(curves[0][1], shares, strict=True)]
@@ -220,7 +299,13 @@ def _curve(observer: Any, made: bundle.Artifact) -> list[tuple[float, float]]:
 def _bars() -> Iterator[Callable[[str, int, int], None]]:
     """A bar per step on stderr, where that is a terminal. Yields (what, done, total) -> None."""
     quiet = not sys.stderr.isatty() or os.environ.get("TERM") == "dumb"
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True), disable=quiet) as progress:
         tasks: dict[str, TaskID] = {}
 

@@ -12,9 +12,9 @@ import typer
 from kvtier.cli import output
 from kvtier.cli.app import Common, command
 from kvtier.cli.output import Exit
-from kvtier.daemon.values import parse_size
+from kvtier.cli.simulator import BELADY, POLICIES, SHARES, at_bytes, at_shares, distinct, load
 from kvtier.errors import Invalid
-from kvtier.replay import BELADY, POLICIES, SHARES, at_bytes, at_shares, distinct, load
+from kvtier.server.setting_values import parse_size
 
 NAMES = (*POLICIES, BELADY)
 Rows = list[dict[str, Any]]
@@ -24,13 +24,24 @@ Rows = list[dict[str, Any]]
 def replay(
     common: Common,
     trace: Annotated[
-        Path, typer.Argument(help="Requests: JSON lines with hash_ids, as Mooncake publishes them, or the columns of tests/data (.npz).")
+        Path,
+        typer.Argument(
+            help="Requests: JSON lines with hash_ids, as Mooncake publishes them, or the columns of tests/data (.npz)."
+        ),
     ],
-    nbytes: Annotated[str, typer.Option("--bytes", help="An arena of this size, such as 600GiB: BF16 with LRU beside FP8 with every order.")] = "",
-    shape: Annotated[str, typer.Option("--layout", help="Layers, KV heads and width of a head of the model.")] = "32,8,128",
+    nbytes: Annotated[
+        str,
+        typer.Option(
+            "--bytes", help="An arena of this size, such as 600GiB: BF16 with LRU beside FP8 with every order."
+        ),
+    ] = "",
+    shape: Annotated[
+        str, typer.Option("--layout", help="Layers, KV heads and width of a head of the model.")
+    ] = "32,8,128",
     tokens: Annotated[int, typer.Option("--tokens", min=16, help="Tokens of one of the trace's blocks.")] = 512,
     plot: Annotated[
-        Path | None, typer.Option("--plot", help="Draw hit ratios at 1 to 40 % of the distinct blocks into this file (PNG, SVG).")
+        Path | None,
+        typer.Option("--plot", help="Draw hit ratios at 1 to 40 % of the distinct blocks into this file (PNG, SVG)."),
     ] = None,
 ) -> Exit:
     """Replay a trace of requests: hit ratios of LRU, S3-FIFO, ARC, kvtier's order and Belady's, which knows the future.
@@ -47,7 +58,12 @@ def replay(
     with output.progress("replaying", runs * len(requests), unit="requests") as advance:
         found = at_bytes(requests, size, tokens, sides, list(POLICIES), advance) if size else []
         curves = at_shares(requests, list(POLICIES), advance) if not size or plot else []
-    data: dict[str, Any] = {"trace": str(trace), "requests": len(requests), "distinct_blocks": distinct(requests), "rows": found or curves}
+    data: dict[str, Any] = {
+        "trace": str(trace),
+        "requests": len(requests),
+        "distinct_blocks": distinct(requests),
+        "rows": found or curves,
+    }
     if size:
         data |= {"arena_bytes": size, **_doubling(found)}
     if plot is not None:
@@ -59,7 +75,9 @@ def replay(
 def _sides(text: str) -> tuple[int, int, int]:
     parts = text.split(",")
     if len(parts) != 3 or not all(part.isascii() and part.isdigit() and 0 < int(part) < 2**16 for part in parts):
-        raise Invalid(f"--layout {text!r:.80} is not three numbers: write layers,KV heads,width of a head, such as 32,8,128")
+        raise Invalid(
+            f"--layout {text!r:.80} is not three numbers: write layers,KV heads,width of a head, such as 32,8,128"
+        )
     layers, heads, width = map(int, parts)
     return layers, heads, width
 
@@ -68,13 +86,19 @@ def _doubling(rows: Rows) -> dict[str, Any]:
     """How many times the blocks FP8 holds, counted in slots and slabs, and what that and the order give."""
     before = rows[0]
     ours = next(row for row in rows if row["format"] != before["format"] and row["policy"] == "kvtier")
-    return {"times_the_blocks": ours["blocks"] / before["blocks"], "before": before["hit_ratio"], "after": ours["hit_ratio"]}
+    return {
+        "times_the_blocks": ours["blocks"] / before["blocks"],
+        "before": before["hit_ratio"],
+        "after": ours["hit_ratio"],
+    }
 
 
 def _print(found: Rows, curves: Rows, data: dict[str, Any], plot: Path | None) -> None:
     if found:
         columns = ("format", "policy", "slot bytes", "blocks", "hit ratio")
-        output.table(columns, [(r["format"], r["policy"], r["slot_bytes"], r["blocks"], f"{r['hit_ratio']:.4f}") for r in found])
+        output.table(
+            columns, [(r["format"], r["policy"], r["slot_bytes"], r["blocks"], f"{r['hit_ratio']:.4f}") for r in found]
+        )
         print(
             f"In {data['arena_bytes']:,} bytes FP8 holds {data['times_the_blocks']:.3f} times the blocks of BF16. "
             f"BF16 with LRU hits {data['before']:.4f}, FP8 with kvtier's order {data['after']:.4f}."

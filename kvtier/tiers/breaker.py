@@ -11,7 +11,10 @@ import threading
 import time
 
 AFTER = 2  # failures in a row. Each may have taken a whole timeout
-PAUSE = (0.25, 4.0)  # seconds until the next trial: first and longest; with a trial of 1 s a service that is back is used again within 6 s
+PAUSE = (
+    0.25,
+    4.0,
+)  # seconds until the next trial: first and longest; with a trial of 1 s a service that is back is used again within 6 s
 CLOSED, HALF_OPEN, OPEN = 0, 1, 2
 
 

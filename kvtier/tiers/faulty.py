@@ -17,10 +17,10 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from kvtier import block
 from kvtier.errors import Lost, Unavailable
-from kvtier.namespaces import Namespace
-from kvtier.tiers import Outgoing, Tier
+from kvtier.format import block
+from kvtier.store.namespaces import Namespace
+from kvtier.tiers.tier import Outgoing, Tier
 
 MAX_STALL = 60.0  # seconds that one call hangs at most
 MAX_STALE = 64  # older blocks kept to be mistaken for others

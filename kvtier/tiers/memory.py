@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvtier import block
 from kvtier.errors import Lost, NotFound, Unavailable
-from kvtier.namespaces import Namespace
-from kvtier.tiers import Outgoing
+from kvtier.format import block
+from kvtier.store.namespaces import Namespace
+from kvtier.tiers.tier import Outgoing
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,9 @@ class Memory:
             self._reads += 1
         try:
             if kept.nbytes != nbytes or len(kept.slot) != len(slot):
-                raise Lost(f"a block of {kept.nbytes} bytes in a slot of {len(kept.slot)}, asked for as {nbytes} in {len(slot)}")
+                raise Lost(
+                    f"a block of {kept.nbytes} bytes in a slot of {len(kept.slot)}, asked for as {nbytes} in {len(slot)}"
+                )
             np.copyto(np.frombuffer(slot, np.uint8), np.frombuffer(kept.slot, np.uint8))
             block.verify(slot[:nbytes], key, kept.checksum)
         except Lost:

@@ -105,7 +105,9 @@ def fuzz(name: str, inputs: int, seed: int) -> Result:
             if result.growth > GROWTH:
                 raise Broken(f"grew by {result.growth} bytes")
             if _descriptors() > descriptors + 8 or threading.active_count() > threads + 8:
-                raise Broken(f"{_descriptors()} descriptors after {descriptors}, {threading.active_count()} threads after {threads}")
+                raise Broken(
+                    f"{_descriptors()} descriptors after {descriptors}, {threading.active_count()} threads after {threads}"
+                )
     except Exception:
         path = keep(name, data, FOUND)
         result.failure = f"{path}\n{traceback.format_exc()}"
@@ -168,7 +170,8 @@ def main(
         found = fuzz(name, inputs if target and len(target) == 1 else share(inputs, name), seed)
         outcomes = ", ".join(f"{word} {n}" for word, n in found.outcomes.most_common())
         print(
-            f"{name:<12} {found.inputs:>9} {found.seconds:>8.1f} {found.slowest * 1e3:>11.1f} {found.growth / 2**20:>11.1f}  {outcomes}", flush=True
+            f"{name:<12} {found.inputs:>9} {found.seconds:>8.1f} {found.slowest * 1e3:>11.1f} {found.growth / 2**20:>11.1f}  {outcomes}",
+            flush=True,
         )
         total += found.inputs
         if found.failure:

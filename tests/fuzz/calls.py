@@ -15,17 +15,18 @@ import grpc
 import xxhash
 from google.protobuf.message import DecodeError, Message
 
-from kvtier import frames, lane, rpc
-from kvtier.arena import Arena
-from kvtier.door import Door
 from kvtier.errors import KvtierError
-from kvtier.frames import Verb
-from kvtier.lane import Lane
-from kvtier.layout import Range
-from kvtier.service import HANDLERS, Service
-from kvtier.session import ADMIN, READ, WRITE, Peer, Sessions
-from kvtier.store import Store
-from kvtier.v1 import kvtier_pb2 as pb
+from kvtier.format.layout import Range
+from kvtier.protocol import frames, rpc
+from kvtier.protocol.frames import Verb
+from kvtier.protocol.v1 import kvtier_pb2 as pb
+from kvtier.server import unix
+from kvtier.server.grpc import GrpcServer
+from kvtier.server.sessions import ADMIN, READ, WRITE, Peer, Sessions
+from kvtier.server.unix import UnixServer
+from kvtier.server.verbs import HANDLERS, Service
+from kvtier.store.arena import Arena
+from kvtier.store.store import Store
 from tests.fuzz.files import descriptions
 from tests.fuzz.target import Broken, Target, answered
 
@@ -57,10 +58,16 @@ class Behind:
         if rng.random() < 0.2:
             resolved[rng.randrange(5)] = rng.choice(_LIMITS)
         hashes = b"".join(rng.randrange(40).to_bytes(32, "little") for _ in range(rng.choice((0, 1, 2, 5, 30))))
-        message = pb.Keys(handle=namespace.handle, hashes=hashes + rng.choice((b"", b"", b"", b"x")), id=rng.choice((0, *range(1, 300), 2**64 - 1)))
+        message = pb.Keys(
+            handle=namespace.handle,
+            hashes=hashes + rng.choice((b"", b"", b"", b"x")),
+            id=rng.choice((0, *range(1, 300), 2**64 - 1)),
+        )
         for name, value in zip(_FIELDS, resolved, strict=True):
             setattr(message, name, value % 2**32)
-        message.nbytes = namespace.description.layout.extents(Range()).block_bytes if rng.random() < 0.9 else rng.choice(_LIMITS)
+        message.nbytes = (
+            namespace.description.layout.extents(Range()).block_bytes if rng.random() < 0.9 else rng.choice(_LIMITS)
+        )
         message.context = rng.choice((b"", b"", b"c" * 32, b"c" * 31))
         message.boot = rng.choice((0, self.service.boot, 1))
         return message
@@ -71,7 +78,10 @@ class Behind:
         if request is pb.Keys:
             return self.keys(rng)
         if request is pb.Held:
-            return pb.Held(id=rng.randrange(300), index=[rng.choice((0, 1, 2, 40, 2**32 - 1)) for _ in range(rng.choice((0, 0, 1, 3)))])
+            return pb.Held(
+                id=rng.randrange(300),
+                index=[rng.choice((0, 1, 2, 40, 2**32 - 1)) for _ in range(rng.choice((0, 0, 1, 3)))],
+            )
         if request is pb.LookupRequest:
             made = pb.LookupRequest(bitmap=rng.random() < 0.5, boot=self.service.boot)
             for _ in range(rng.choice((0, 1, 2, 300))):
@@ -119,7 +129,11 @@ class Messages(Target):
 
     def first_seeds(self) -> Sequence[bytes]:
         rng = random.Random(1)
-        return [bytes([verb, 2]) + self._behind.message(verb, rng).SerializeToString() for verb in HANDLERS for _ in range(2)]
+        return [
+            bytes([verb, 2]) + self._behind.message(verb, rng).SerializeToString()
+            for verb in HANDLERS
+            for _ in range(2)
+        ]
 
     def make(self, rng: random.Random) -> bytes | None:
         verb = rng.choice(list(HANDLERS))
@@ -164,8 +178,8 @@ class LaneFrames(Target):
         self._own = tempfile.TemporaryDirectory(prefix="kvtier-fuzz-")
         self._path = Path(self._own.name) / "k.sock"
         self._behind = Behind()
-        lane.MAX_REFUSAL = 0.0  # bad input is what this lives on
-        self._lane = Lane(self._path, self._behind.service, lambda uid, gid, pid: Peer("local", ADMIN, uid, pid))
+        unix.MAX_REFUSAL = 0.0  # bad input is what this lives on
+        self._lane = UnixServer(self._path, self._behind.service, lambda uid, gid, pid: Peer("local", ADMIN, uid, pid))
         self._lane.start()
         self._buffer = memoryview(bytearray(frames.HEADER.size + frames.MAX_BODY))
         self._sock: socket.socket | None = None
@@ -173,9 +187,18 @@ class LaneFrames(Target):
 
     def first_seeds(self) -> Sequence[bytes]:
         rng = random.Random(2)
-        hello = frames.pack(Verb.HELLO, 0, 1000, pb.HelloRequest(protocol=1, map=True, drained=[b"d" * 16]).SerializeToString())
-        calls = [b"\x01" + frames.pack(verb, 7, 250, self._behind.message(verb, rng).SerializeToString()) for verb in HANDLERS]
-        return [b"\x00" + hello, b"\x00" + frames.pack(Verb.HELLO, 0, 1, pb.HelloRequest(protocol=1, session=b"s" * 16).SerializeToString()), *calls]
+        hello = frames.pack(
+            Verb.HELLO, 0, 1000, pb.HelloRequest(protocol=1, map=True, drained=[b"d" * 16]).SerializeToString()
+        )
+        calls = [
+            b"\x01" + frames.pack(verb, 7, 250, self._behind.message(verb, rng).SerializeToString())
+            for verb in HANDLERS
+        ]
+        return [
+            b"\x00" + hello,
+            b"\x00" + frames.pack(Verb.HELLO, 0, 1, pb.HelloRequest(protocol=1, session=b"s" * 16).SerializeToString()),
+            *calls,
+        ]
 
     def make(self, rng: random.Random) -> bytes | None:
         verb = rng.choice(list(HANDLERS))
@@ -190,7 +213,10 @@ class LaneFrames(Target):
 
     def run(self, data: bytes) -> str:
         greeted, raw = data[:1] == b"\x01", data[1:]
-        whole = len(raw) >= frames.HEADER.size and struct.unpack_from("<HBBI", raw)[:2] == (frames.MAGIC, frames.VERSION)
+        whole = len(raw) >= frames.HEADER.size and struct.unpack_from("<HBBI", raw)[:2] == (
+            frames.MAGIC,
+            frames.VERSION,
+        )
         whole = whole and struct.unpack_from("<I", raw, 4)[0] == len(raw) - frames.HEADER.size
         if greeted and whole:
             return self._call(raw)
@@ -231,7 +257,11 @@ class LaneFrames(Target):
             status, request, boot, _ = frames.receive(self._sock, self._buffer, PATIENCE)
         except frames.Closed:
             raise Broken("a whole frame was not answered") from None
-        if request != struct.unpack_from("<Q", raw, 8)[0] or boot != self._behind.service.boot or status == KvtierError.code:
+        if (
+            request != struct.unpack_from("<Q", raw, 8)[0]
+            or boot != self._behind.service.boot
+            or status == KvtierError.code
+        ):
             raise Broken(f"answered with status {status} to request {request}")
         return f"status {status}" if status else "taken"
 
@@ -308,9 +338,11 @@ class GrpcRequests(Target):
 
     def __init__(self) -> None:
         self._behind = Behind()
-        self._door = door = Door(self._behind.service, [], unix_peer=Peer("local", ADMIN))
+        self._door = door = GrpcServer(self._behind.service, [], unix_peer=Peer("local", ADMIN))
         who = door._unix_caller
-        unary = [door._one(name, who, HANDLERS[verb].role, partial(door._verb, verb)) for verb, name in rpc.METHODS.items()]
+        unary = [
+            door._one(name, who, HANDLERS[verb].role, partial(door._verb, verb)) for verb, name in rpc.METHODS.items()
+        ]
         self._methods = [*unary, door._one(rpc.PUT, who, WRITE, door._put), door._many(rpc.GET, who, READ, door._get)]
         self._put, self._get = len(unary), len(unary) + 1
         self._verbs = list(rpc.METHODS)
@@ -331,8 +363,14 @@ class GrpcRequests(Target):
 
     def first_seeds(self) -> Sequence[bytes]:
         rng = random.Random(3)
-        seeds = [self._pack(i, [self._behind.message(verb, rng).SerializeToString()]) for i, verb in enumerate(self._verbs)]
-        return [*seeds, self._pack(self._put, self._put_pieces(rng)), self._pack(self._get, [self._behind.keys(rng).SerializeToString()])]
+        seeds = [
+            self._pack(i, [self._behind.message(verb, rng).SerializeToString()]) for i, verb in enumerate(self._verbs)
+        ]
+        return [
+            *seeds,
+            self._pack(self._put, self._put_pieces(rng)),
+            self._pack(self._get, [self._behind.keys(rng).SerializeToString()]),
+        ]
 
     def make(self, rng: random.Random) -> bytes | None:
         choice = rng.random()

@@ -13,19 +13,21 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtier import artifact
-from kvtier.access import Tokens, issue
-from kvtier.block import HEADER_BYTES, header_template, headers, parse_header, verify
-from kvtier.daemon.config import from_values, parse_toml
-from kvtier.daemon.endpoint import Endpoint, Page
-from kvtier.daemon.values import Listen
 from kvtier.errors import Invalid, Lost, Unauthenticated
-from kvtier.identity import CHAIN, Description, HashScheme, diff, parse_description
-from kvtier.layout import Range, attention, opaque
+from kvtier.format import artifact
+from kvtier.format.block import HEADER_BYTES, header_template, headers, parse_header, verify
+from kvtier.format.identity import CHAIN, Description, HashScheme, diff, parse_description
+from kvtier.format.layout import Range, attention, opaque
+from kvtier.server.access import Tokens, issue
+from kvtier.server.http import Endpoint, Page
+from kvtier.server.setting_values import Listen
+from kvtier.server.settings import from_values, parse_toml
 from tests.fuzz.target import Broken, Target, answered
 
 HASHES = HashScheme(CHAIN, "0", 16)
-MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # a disk would flush each small file that is written anew
+MEMORY = (
+    "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+)  # a disk would flush each small file that is written anew
 
 
 def descriptions() -> list[Description]:
@@ -35,7 +37,11 @@ def descriptions() -> list[Description]:
     return [
         Description("org/m", "1" * 40, opaque(64, "ab" * 32, engine_tokens=16), HASHES),
         Description(
-            "org/native", "2" * 64, attention(3, 4, 8, engine_tokens=16, dtype="bf16", excluded=(1,)), HASHES, rope={"theta": "40c3880000000000"}
+            "org/native",
+            "2" * 64,
+            attention(3, 4, 8, engine_tokens=16, dtype="bf16", excluded=(1,)),
+            HASHES,
+            rope={"theta": "40c3880000000000"},
         ),
         Description("org/fp8", f"fingerprint:{'3' * 64}", scaled, HASHES, "4" * 64, "static", 1, scales),
     ]
@@ -86,12 +92,16 @@ class Artifacts(Target):
     def first_seeds(self) -> Sequence[bytes]:
         found = []
         for granularity, heads in (("head", 2), ("tensor", 1)):
-            scales = {(layer, part): np.full(heads, 0.5 + layer, np.float32) for layer in range(2) for part in ("k", "v")}
+            scales = {
+                (layer, part): np.full(heads, 0.5 + layer, np.float32) for layer in range(2) for part in ("k", "v")
+            }
             parts = {part: artifact.PartFormat("e4m3fn", granularity) for part in ("k", "v")}
             made = artifact.Artifact("org/m", "1" * 40, parts, "static", 1, "plain", "none", scales)
             with tempfile.TemporaryDirectory() as directory:
                 made.save(Path(directory) / "a")
-                manifest, weights = ((Path(directory) / "a" / name).read_bytes() for name in (artifact.MANIFEST, artifact.SCALES))
+                manifest, weights = (
+                    (Path(directory) / "a" / name).read_bytes() for name in (artifact.MANIFEST, artifact.SCALES)
+                )
             found.append(struct.pack("<I", len(manifest)) + manifest + weights)
         return found
 
@@ -117,7 +127,8 @@ class Descriptions(Target):
     name = "description"
     weight = 5
     words = tuple(
-        json.dumps(word).encode() for word in ("layout", "groups", "parts", "hash", "seed", "scales", "rope", "e4m3fn", "bf16", "opaque", "none")
+        json.dumps(word).encode()
+        for word in ("layout", "groups", "parts", "hash", "seed", "scales", "rope", "e4m3fn", "bf16", "opaque", "none")
     )
 
     def first_seeds(self) -> Sequence[bytes]:
@@ -136,7 +147,26 @@ class Descriptions(Target):
                 break
             if rng.random() < 0.4 or not isinstance(place[key], dict | list):  # type: ignore[index]
                 place[key] = rng.choice(
-                    (0, 1, -1, 65536, 2**40, None, True, "", "x", "e4m3fn", "a" * 2000, [], {}, [0], {"x": 1}, 1.5, "\ud800", "..\x00")
+                    (
+                        0,
+                        1,
+                        -1,
+                        65536,
+                        2**40,
+                        None,
+                        True,
+                        "",
+                        "x",
+                        "e4m3fn",
+                        "a" * 2000,
+                        [],
+                        {},
+                        [0],
+                        {"x": 1},
+                        1.5,
+                        "\ud800",
+                        "..\x00",
+                    )
                 )  # type: ignore[index]
                 break
             place = place[key]  # type: ignore[index]
@@ -215,7 +245,10 @@ class TokenFiles(Target):
     def first_seeds(self) -> Sequence[bytes]:
         token = "0123456789abcdef" * 4
         line = f"alice team write sha256:{sha256(token.encode()).hexdigest()}"
-        return [f"# tokens\n{line}\nbob team read sha256:{'7' * 64}\n\0Bearer {token}".encode(), f"{line}\n\0bearer  {token} ".encode()]
+        return [
+            f"# tokens\n{line}\nbob team read sha256:{'7' * 64}\n\0Bearer {token}".encode(),
+            f"{line}\n\0bearer  {token} ".encode(),
+        ]
 
     def run(self, data: bytes) -> str:
         text, _, header = data.partition(b"\0")
@@ -239,7 +272,16 @@ class Http(Target):
 
     name = "http"
     weight = 10
-    words = (b"GET ", b"HEAD ", b" HTTP/1.1\r\n", b"Authorization: Bearer ", b"/metrics", b"/live", b"\r\n\r\n", b"Content-Length: 9\r\n")
+    words = (
+        b"GET ",
+        b"HEAD ",
+        b" HTTP/1.1\r\n",
+        b"Authorization: Bearer ",
+        b"/metrics",
+        b"/live",
+        b"\r\n\r\n",
+        b"Content-Length: 9\r\n",
+    )
 
     def __init__(self) -> None:
         pages = {"/metrics": (True, lambda: Page(200, b"kvtier 1\n")), "/live": (False, lambda: Page(200, b"live\n"))}

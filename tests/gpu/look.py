@@ -19,7 +19,7 @@ NEEDED = {
     "torch": "anything",
     "triton": "anything",
     "numpy": "anything",
-    "kvtier.layout": "anything: PYTHONPATH must name the project",
+    "kvtier.format.layout": "anything: PYTHONPATH must name the project",
     "kvtier_kernels.reference": "anything: PYTHONPATH must name the project's folder `kernels`",
     "pytest": "the tests",
     "rich": "the benchmarks",
@@ -50,7 +50,9 @@ def missing(dry: bool) -> list[str]:
 
         if torch.cuda.is_available():
             free, total = torch.cuda.mem_get_info()
-            print(f"{torch.cuda.get_device_name()}, sm_{''.join(map(str, torch.cuda.get_device_capability()))}, CUDA {torch.version.cuda}")
+            print(
+                f"{torch.cuda.get_device_name()}, sm_{''.join(map(str, torch.cuda.get_device_capability()))}, CUDA {torch.version.cuda}"
+            )
             print(f"{free / 2**30:.0f} of {total / 2**30:.0f} GiB of its memory are free")
         else:
             lacking.append("a GPU that torch sees: only --dry-run can run here")

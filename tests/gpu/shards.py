@@ -20,7 +20,19 @@ from pathlib import Path
 from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-OWN = ("-q", "-c", "tests/gpu/pytest.ini", "--rootdir", ".", "--confcutdir", "tests/gpu", "-p", "tests.gpu.shards", "-p", "no:cacheprovider")
+OWN = (
+    "-q",
+    "-c",
+    "tests/gpu/pytest.ini",
+    "--rootdir",
+    ".",
+    "--confcutdir",
+    "tests/gpu",
+    "-p",
+    "tests.gpu.shards",
+    "-p",
+    "no:cacheprovider",
+)
 VARIABLE = "KVTIER_SHARD"  # "i/n"
 
 
@@ -33,9 +45,11 @@ def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
 
 def start(command: list[str], shard: str) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
     """The command as a process whose output goes to a file."""
-    output = tempfile.TemporaryFile()  # noqa: SIM115, read when the process has ended
+    output = tempfile.TemporaryFile()  # noqa: SIM115
     environment = {**os.environ, VARIABLE: shard, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT), output
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+    ), output
 
 
 def main() -> int:
@@ -64,10 +78,15 @@ def main() -> int:
         output.seek(0)
         text = output.read().decode(errors="replace").rstrip()
         last = text.splitlines()[-1] if text else ""
-        print(f"--- {name}, {verdict}: {last}" if not code and name != given.also else f"--- {name}, {verdict}\n{text}", flush=True)
+        print(
+            f"--- {name}, {verdict}: {last}" if not code and name != given.also else f"--- {name}, {verdict}\n{text}",
+            flush=True,
+        )
         failed += code != 0
         if name != given.also:
-            totals.update({kind: int(number) for number, kind in re.findall(r"(\d+) (passed|failed|skipped|error)", last)})
+            totals.update(
+                {kind: int(number) for number, kind in re.findall(r"(\d+) (passed|failed|skipped|error)", last)}
+            )
     seen = ", ".join(f"{number} {kind}" for kind, number in totals.items()) or "no test ran"
     print(f"{seen}; {failed} of {len(running)} processes failed, {time.monotonic() - began:.0f} s")
     return 1 if failed or not totals["passed"] else 0

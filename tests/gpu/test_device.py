@@ -9,13 +9,13 @@ import pytest
 import torch
 from kvtier_kernels import paged, reference, selftest
 from kvtier_kernels.attention import decode
+from kvtier_kernels.batch_plan import plan
 from kvtier_kernels.paged import WIDTHS
-from kvtier_kernels.plan import plan
 from kvtier_kernels.prefill import prefill
 from kvtier_kernels.quantize import quantize
-from kvtier_kernels.transfer import Mover, Registered
+from kvtier_kernels.transfer import BlockTransfer, RegisteredArena
 
-from kvtier.torch_views import part_tensor, scale_tensor
+from kvtier.client.torch_views import part_tensor, scale_tensor
 from tests.kernels.cases import DEVICE, KINDS, Case, layout_of
 
 CUDA = DEVICE.type == "cuda"
@@ -39,7 +39,10 @@ def test_no_code_differs_from_the_cpus_reference(kind: str) -> None:
     """Raw bits as KV: every exponent, subnormals, NaN and Inf."""
     made = layout_of(128, 2, 16, KINDS[kind], layers=LAYERS)
     extents, random = made.extents(), torch.Generator().manual_seed(0)
-    raw = [torch.randint(-32768, 32768, (BLOCKS, 2, 16, 256), dtype=torch.int16, generator=random).view(torch.bfloat16) for _ in range(LAYERS)]
+    raw = [
+        torch.randint(-32768, 32768, (BLOCKS, 2, 16, 256), dtype=torch.int16, generator=random).view(torch.bfloat16)
+        for _ in range(LAYERS)
+    ]
     flags = torch.zeros(BLOCKS, dtype=torch.uint8, device=DEVICE)
     caches = [paged.interleaved(kv.to(DEVICE), 128, flags, KINDS[kind]) for kv in raw]
     bodies = torch.zeros(BLOCKS, extents.slot_bytes, dtype=torch.uint8, device=DEVICE)
@@ -51,7 +54,11 @@ def test_no_code_differs_from_the_cpus_reference(kind: str) -> None:
             for part in (0, 1):
                 x = raw[layer][block, ..., part * 128 : part * 128 + 128]
                 q = reference.quantize(x, KINDS[kind][part], statics[layer, part] if kind == "head" else None)
-                differing += int((part_tensor(found[block], extents, layer, part).view(torch.uint8) != q.codes.view(torch.uint8)).sum())
+                differing += int(
+                    (
+                        part_tensor(found[block], extents, layer, part).view(torch.uint8) != q.codes.view(torch.uint8)
+                    ).sum()
+                )
                 differing += int((scale_tensor(found[block], extents, layer, part) != q.scales).sum())
                 differing += int((seen.nonfinite[block, layer, part].cpu() != q.counts.nonfinite).sum())
                 differing += int((seen.clipped[block, layer, part].cpu() != q.counts.clipped).sum())
@@ -76,13 +83,16 @@ def test_a_captured_graph_sees_new_flags_and_lengths() -> None:
 def test_a_batch_is_readable_when_its_ticket_says_so() -> None:
     extents = layout_of(128, 2, 16, KINDS["head"], layers=LAYERS).extents()
     flags = torch.zeros(BLOCKS, dtype=torch.uint8, device=DEVICE)
-    caches = [paged.interleaved(torch.randn(BLOCKS, 2, 16, 256).bfloat16().to(DEVICE), 128, flags, KINDS["head"]) for _ in range(LAYERS)]
+    caches = [
+        paged.interleaved(torch.randn(BLOCKS, 2, 16, 256).bfloat16().to(DEVICE), 128, flags, KINDS["head"])
+        for _ in range(LAYERS)
+    ]
     made, slot = plan(extents, caches), extents.slot_bytes
     memory = np.frombuffer(mmap.mmap(-1, BLOCKS * slot), dtype=np.uint8)
     bodies = [memory[i * slot + 256 : i * slot + 256 + extents.body_bytes] for i in range(BLOCKS)]
     pages, statics = torch.arange(BLOCKS)[:, None], torch.full((LAYERS, 2, 2), 0.05, device=DEVICE)
-    registered = Registered(memory, DEVICE)
-    mover = Mover(made, registered, staging=3)
+    registered = RegisteredArena(memory, DEVICE)
+    mover = BlockTransfer(made, registered, staging=3)
     ticket = mover.save(pages, bodies, statics)
     if CUDA:
         ticket.before(torch.cuda.current_stream())
@@ -114,12 +124,15 @@ def test_a_needle_in_a_long_context(dots: str) -> None:
         plane.codes.copy_((x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).to(DEVICE))
         plane.scales.fill_(scale)
     q = torch.stack([mark * 3, torch.zeros(width)])[:, None].bfloat16()
-    q = q.expand(2, 2, width).contiguous().to(DEVICE)  # [2 tokens, 2 heads]: one looks for the needle, one averages everything
+    q = (
+        q.expand(2, 2, width).contiguous().to(DEVICE)
+    )  # [2 tokens, 2 heads]: one looks for the needle, one averages everything
     lengths, starts = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([context], [0, 2]))
     table = torch.arange(pages, dtype=torch.int32, device=DEVICE)[None]
     out = prefill(q, cache, table, starts, lengths, 2, dtype=torch.float32, dots=dots)[0].cpu().double()
     keys, values = (
-        plane.codes.view(torch.float8_e4m3fn).cpu().double().reshape(context, width) * s for plane, s in zip(cache, (0.01, 0.02), strict=True)
+        plane.codes.view(torch.float8_e4m3fn).cpu().double().reshape(context, width) * s
+        for plane, s in zip(cache, (0.01, 0.02), strict=True)
     )  # type: ignore[union-attr]
     for i in (0, 1):
         weights = (keys[: context - 1 + i] @ q[i, 0].cpu().double() * width**-0.5).softmax(0)

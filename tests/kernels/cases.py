@@ -15,7 +15,7 @@ from kvtier_kernels.attention import decode
 from kvtier_kernels.paged import Paged, Plane
 from kvtier_kernels.prefill import prefill
 
-from kvtier import layout
+from kvtier.format import layout
 
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available() else "cuda")
 ORDERS = ("NHD", "HND", "interleaved", "split")
@@ -31,7 +31,9 @@ STATIC = ((0.01, 0.5), (0.5, 0.05), (0.05, 0.01))  # scales of K and V by layer 
 ZEROS, NANS = 0x00, 0xFF  # bytes that slots are filled with first: 0xFF is NaN as e4m3fn, bf16, fp16 and f32
 
 
-def storage(order: str, pages: int, heads: int, tokens: int, width: int, dtype: torch.dtype, fill: int = ZEROS) -> list[torch.Tensor]:
+def storage(
+    order: str, pages: int, heads: int, tokens: int, width: int, dtype: torch.dtype, fill: int = ZEROS
+) -> list[torch.Tensor]:
     """[K, V], or [K|V] for "interleaved", as views [pages, heads, tokens, width] of an engine's tensor in that order, every byte `fill`."""
     shapes = {
         "NHD": (pages, 2, tokens, heads, width),
@@ -69,7 +71,9 @@ def layout_of(
 ) -> layout.Layout:
     """One attention group; `small`: scales that come from the block are bf16."""
     scale = {kind: "bf16" if small and kind in layout.DYNAMIC else "fp32" for kind in kinds}
-    quantized = tuple(layout.Part(name, width, "e4m3fn", kind, scale[kind]) for name, kind in zip("kv", kinds, strict=True))
+    quantized = tuple(
+        layout.Part(name, width, "e4m3fn", kind, scale[kind]) for name, kind in zip("kv", kinds, strict=True)
+    )
     native = tuple(layout.Part(name, width, dtype) for name in "kv")
     made = tuple(layout.Layer(i, native if i in excluded else quantized) for i in range(layers))
     return layout.Layout((layout.Group("attention", heads, tokens, made, blocks),))
@@ -116,7 +120,9 @@ class Case:
                 assert plane.scales is not None
                 plane.scales.fill_(self.unused_scale)
         ids = torch.randperm(total, generator=random).int()
-        self.table = torch.full((len(counts), max(*counts, 1) + 1), int(ids[-1]), dtype=torch.int32)  # behind the end: a page full of `fill`
+        self.table = torch.full(
+            (len(counts), max(*counts, 1) + 1), int(ids[-1]), dtype=torch.int32
+        )  # behind the end: a page full of `fill`
         self.exact: list[list[torch.Tensor]] = []
         at = 0
         for sequence, count in enumerate(counts):
@@ -147,7 +153,10 @@ class Case:
                     pages[j].append(x[:, :used].double())
             if restored and self.cache.flags is not None:
                 self.cache.flags[page] = 1
-        return [torch.cat(part, 1) if part else torch.zeros(self.heads, 0, self.width, dtype=torch.float64) for part in pages]
+        return [
+            torch.cat(part, 1) if part else torch.zeros(self.heads, 0, self.width, dtype=torch.float64)
+            for part in pages
+        ]
 
     def queries(self, count: int) -> torch.Tensor:
         return torch.randn(count, self.heads * self.group, self.width, generator=self.q).to(self.dtype).to(DEVICE)
@@ -157,12 +166,26 @@ class Case:
 
     def decode(self, queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         lengths = torch.tensor(self.lengths, dtype=torch.int32, device=DEVICE)
-        return decode(queries, self.cache, self.table, lengths, max(self.lengths), dtype=torch.float32, **self._options())
+        return decode(
+            queries, self.cache, self.table, lengths, max(self.lengths), dtype=torch.float32, **self._options()
+        )
 
-    def prefill(self, queries: torch.Tensor, counts: tuple[int, ...], dots: str = "fp16") -> tuple[torch.Tensor, torch.Tensor]:
+    def prefill(
+        self, queries: torch.Tensor, counts: tuple[int, ...], dots: str = "fp16"
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         lengths = torch.tensor(self.lengths, dtype=torch.int32, device=DEVICE)
         starts = torch.tensor([0, *counts], device=DEVICE).cumsum(0).int()
-        return prefill(queries, self.cache, self.table, starts, lengths, max(counts), dtype=torch.float32, dots=dots, **self._options())
+        return prefill(
+            queries,
+            self.cache,
+            self.table,
+            starts,
+            lengths,
+            max(counts),
+            dtype=torch.float32,
+            dots=dots,
+            **self._options(),
+        )
 
     def right(self, queries: torch.Tensor, counts: tuple[int, ...]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(out [heads, queries, width], lse [heads, queries]) of each sequence in float64."""

@@ -22,5 +22,7 @@ if HERE:
 def pytest_configure(config: pytest.Config) -> None:
     # Triton 3.6's interpreter, in every loop with bounds from a tensor.
     config.addinivalue_line("filterwarnings", "ignore:Conversion of an array with ndim > 0:DeprecationWarning")
-    config.addinivalue_line("filterwarnings", "ignore:.*encountered in:RuntimeWarning")  # numpy, where kernels meet NaN and Inf on purpose
+    config.addinivalue_line(
+        "filterwarnings", "ignore:.*encountered in:RuntimeWarning"
+    )  # numpy, where kernels meet NaN and Inf on purpose
     config.addinivalue_line("filterwarnings", "ignore:prefill with head dim 256:RuntimeWarning")

@@ -35,7 +35,12 @@ def main() -> None:
     lengths, counts = (33, 100), (20, 30)
     for width in WIDTHS:
         for kind in MODES:
-            row("decode", width, f"FP8 {kind} and BF16 pages", Case(width=width, kinds=kind, lengths=lengths, group=4, heads=1).decode_errors())
+            row(
+                "decode",
+                width,
+                f"FP8 {kind} and BF16 pages",
+                Case(width=width, kinds=kind, lengths=lengths, group=4, heads=1).decode_errors(),
+            )
         native = Case(width=width, fp8="none", lengths=lengths, group=4, heads=1)
         row("decode", width, "BF16 only, in bf16", native.decode_errors())
         for kind in ("head", "kivi") if width <= 128 else ("head",):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kvtier_kernels import prefill, settings
+from kvtier_kernels import prefill, tuning
 from kvtier_kernels.paged import WIDTHS
 
 STEP, FRACTION = 32, 13
@@ -51,7 +51,9 @@ def test_the_loss_without_promotion_and_none_with_ours(tokens: int, gain: float)
     weights, values = problem(tokens)
     exact = weights @ values
 
-    tiles = {settings.prefill(width, False, "qk+pv", torch.device("cpu")).tile for width in WIDTHS if width <= 128} | {prefill.PROMOTED}
+    tiles = {tuning.prefill(width, False, "qk+pv", torch.device("cpu")).tile for width in WIDTHS if width <= 128} | {
+        prefill.PROMOTED
+    }
     assert max(tiles) <= prefill.PROMOTED
     alone, *ours = (emulate(weights, values, [None, *tiles]) @ exact / (exact @ exact)).tolist()
     assert alone == pytest.approx(gain, abs=0.03)

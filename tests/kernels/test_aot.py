@@ -16,7 +16,17 @@ CHECK = ROOT / "kernels" / "tools" / "aot_check.py"
 
 def check(path: Path, only: str, fault: str, target: str = "sm_90") -> list[str]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(CHECK), "--targets", target, "--only", only, "--json", str(path), *(["--fault", fault] if fault else [])]
+    command = [
+        sys.executable,
+        str(CHECK),
+        "--targets",
+        target,
+        "--only",
+        only,
+        "--json",
+        str(path),
+        *(["--fault", fault] if fault else []),
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert path.exists(), done.stderr[-2000:]
     results = json.loads(path.read_text())

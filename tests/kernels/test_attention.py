@@ -9,19 +9,36 @@ from typing import Any
 
 import pytest
 import torch
-from kvtier_kernels import paged, reference, settings
+from kvtier_kernels import paged, reference, tuning
 from kvtier_kernels.attention import decode
+from kvtier_kernels.batch_plan import plan
 from kvtier_kernels.merge import merge
 from kvtier_kernels.paged import WIDTHS
-from kvtier_kernels.plan import plan
 from kvtier_kernels.prefill import prefill
 from kvtier_kernels.restore import restore
 
 from kvtier.errors import Invalid
-from tests.kernels.cases import DEVICE, KINDS, NANS, ORDERS, ZEROS, Case, cache_of, exact_attention, exact_values, layout_of, storage, worst
+from tests.kernels.cases import (
+    DEVICE,
+    KINDS,
+    NANS,
+    ORDERS,
+    ZEROS,
+    Case,
+    cache_of,
+    exact_attention,
+    exact_values,
+    layout_of,
+    storage,
+    worst,
+)
 from tests.kernels.test_quantize import Setting
 
-FP16, DOTS, NATIVE_BF16 = 5e-4, 5e-2, 5e-3  # relative: the fp16 upcast; FP8 dots; bf16 multiplied as bf16, in a cache that never holds FP8
+FP16, DOTS, NATIVE_BF16 = (
+    5e-4,
+    5e-2,
+    5e-3,
+)  # relative: the fp16 upcast; FP8 dots; bf16 multiplied as bf16, in a cache that never holds FP8
 # Absolute, natural log. Tensor cores align the products of a step before they add them: on a GPU the f32 sum of a logit is a little coarser.
 LSE = {"fp16": 1e-5 if DEVICE.type == "cpu" else 1e-4, "channel": 2e-3, "dots": 0.2}
 GROUPS = (1, 3, 4, 7, 8)
@@ -56,7 +73,9 @@ def grid() -> list[Case]:
 
 
 def name(case: Case) -> str:
-    return f"D{case.width}-{case.kinds}-g{case.group}-{case.order}-p{case.page}-{case.fp8}" + "".join(f"-{option}" for option in case.options)
+    return f"D{case.width}-{case.kinds}-g{case.group}-{case.order}-p{case.page}-{case.fp8}" + "".join(
+        f"-{option}" for option in case.options
+    )
 
 
 def limit(case: Case) -> float:
@@ -69,7 +88,9 @@ def test_decode_is_exact_but_for_fp16(case: Case) -> None:
     assert error < FP16 and shift < limit(case)
 
 
-@pytest.mark.parametrize("case", [c for c in grid()[::2] if c.width <= 128 or c.kinds not in ("channel", "kivi")], ids=name)
+@pytest.mark.parametrize(
+    "case", [c for c in grid()[::2] if c.width <= 128 or c.kinds not in ("channel", "kivi")], ids=name
+)
 def test_prefill_is_exact_but_for_fp16(case: Case) -> None:
     counts = tuple(min(length, 19 + i) for i, length in enumerate(case.lengths))
     with warnings.catch_warnings():
@@ -83,7 +104,11 @@ def test_every_length_around_block_boundaries(lengths: tuple[int, ...]) -> None:
     case = Case(lengths=lengths, group=3, heads=1, fp8="odd", kinds="token-head")
     queries = case.queries(4)
     out, lse = (x.cpu() for x in case.decode(queries))
-    kept = [(out[i, :, None], lse[i, :, None], *right) for i, right in enumerate(case.right(queries, (1,) * 4)) if lengths[i]]
+    kept = [
+        (out[i, :, None], lse[i, :, None], *right)
+        for i, right in enumerate(case.right(queries, (1,) * 4))
+        if lengths[i]
+    ]
     error, shift = worst(kept)
     assert error < FP16 and shift < LSE["fp16"]
     for i, length in enumerate(lengths):
@@ -184,7 +209,16 @@ def test_kvb_03_poison_in_unused_bytes_does_not_leak(width: int) -> None:
     """GQA 8/2; the tail of the last page, other pages and the table's entries behind the end are NaN, their scales NaN or Inf: bit for bit the
     same."""
     for kind in ("head", "token-head", "kivi") if width == 64 else ("token-head",):
-        clean = Case(width=width, heads=2, group=4, kinds=kind, fp8="all", lengths=(1, 15, 16, 17, 33), fill=ZEROS, unused_scale=1.0)
+        clean = Case(
+            width=width,
+            heads=2,
+            group=4,
+            kinds=kind,
+            fp8="all",
+            lengths=(1, 15, 16, 17, 33),
+            fill=ZEROS,
+            unused_scale=1.0,
+        )
         queries = clean.queries(5)
         wanted = [x.cpu() for x in (*clean.decode(queries), *clean.prefill(queries, (1, 1, 1, 1, 1)))]
         assert all(bool(x.isfinite().all()) for x in wanted)
@@ -206,7 +240,15 @@ def test_poison_does_not_leak_from_mixed_pages(fp8: str) -> None:
 @pytest.mark.parametrize("dots", ["qk", "qk+pv"])
 def test_fp8_dots_stay_within_their_tolerance(width: int, dots: str) -> None:
     kind = {64: "head", 96: "token-head", 128: "block-head"}[width]
-    case = Case(width=width, group=3, kinds=kind, fp8="leading", lengths=(20, 100), heads=1, options={"window": 70} if width == 96 else {})
+    case = Case(
+        width=width,
+        group=3,
+        kinds=kind,
+        fp8="leading",
+        lengths=(20, 100),
+        heads=1,
+        options={"window": 70} if width == 96 else {},
+    )
     error, shift = case.prefill_errors((5, 40), dots)
     assert FP16 < error < DOTS and shift < LSE["dots"], "FP8 dots were asked for and must have been used"
 
@@ -231,7 +273,10 @@ def test_a_merged_split_equals_no_split() -> None:
 def test_merge_by_log_sum_exp() -> None:
     random = torch.Generator().manual_seed(0)
     for count, width in ((1, 64), (2, 96), (3, 128), (64, 192)):
-        outputs, lses = torch.randn(5, 2, count, width, generator=random), torch.randn(5, 2, count, generator=random) * 20
+        outputs, lses = (
+            torch.randn(5, 2, count, width, generator=random),
+            torch.randn(5, 2, count, generator=random) * 20,
+        )
         lses[0, 0, 1:] = -torch.inf
         lses[1, 1] = -torch.inf
         out, lse = (x.cpu() for x in merge(outputs.to(DEVICE), lses.to(DEVICE)))
@@ -250,7 +295,13 @@ def test_what_no_kernel_was_checked_for_is_refused_by_name() -> None:
     starts = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
     with pytest.raises(Invalid, match="head dim must be one of"):
         odd = torch.zeros(2, 2, 16, 160, dtype=torch.bfloat16, device=DEVICE)
-        decode(torch.zeros(1, 8, 80, dtype=torch.bfloat16, device=DEVICE), paged.interleaved(odd, 80, None), case.table, one, 33)
+        decode(
+            torch.zeros(1, 8, 80, dtype=torch.bfloat16, device=DEVICE),
+            paged.interleaved(odd, 80, None),
+            case.table,
+            one,
+            33,
+        )
     with pytest.raises(Invalid, match="larger power of two, not 8"):
         small = torch.zeros(4, 2, 8, 128, dtype=torch.bfloat16, device=DEVICE)
         decode(queries, paged.interleaved(small, 64, None), case.table, one, 33)
@@ -272,13 +323,15 @@ def test_what_no_kernel_was_checked_for_is_refused_by_name() -> None:
     with pytest.raises(Invalid, match="over channel scales has a head dim of at most 128"):
         wide = Case(width=192, lengths=(33,), kinds="kivi")
         prefill(wide.queries(1), wide.cache, wide.table, starts, one, 1)
-    with settings.assume((8, 9)), pytest.raises(Invalid, match="need sm_90"):
+    with tuning.assume((8, 9)), pytest.raises(Invalid, match="need sm_90"):
         prefill(queries, case.cache, case.table, starts, one, 1, dots="qk")
     with pytest.raises(Invalid, match="multiples of 16"):
         paged.interleaved(torch.zeros(2, 2, 16, 136, dtype=torch.bfloat16), 64, None)
     with pytest.warns(RuntimeWarning, match="head dim 256"):
         wide = Case(width=256, lengths=(17,), heads=1, group=1)
-        prefill(wide.queries(1), wide.cache, wide.table, starts, torch.tensor([17], dtype=torch.int32, device=DEVICE), 1)
+        prefill(
+            wide.queries(1), wide.cache, wide.table, starts, torch.tensor([17], dtype=torch.int32, device=DEVICE), 1
+        )
 
 
 def test_codes_are_read_by_bits_where_the_chip_has_no_e4m3() -> None:
@@ -286,8 +339,8 @@ def test_codes_are_read_by_bits_where_the_chip_has_no_e4m3() -> None:
     case = Case(kinds="head", lengths=(33, 50), group=3)
     queries = case.queries(2)
     native = case.decode(queries)
-    with settings.assume((8, 0)):
-        bits = replace(case, options={"splits": settings.splits(DEVICE, 0, 1) or 1}).decode(queries)
+    with tuning.assume((8, 0)):
+        bits = replace(case, options={"splits": tuning.splits(DEVICE, 0, 1) or 1}).decode(queries)
     plain = replace(case, options={"splits": 1}).decode(queries)
     assert torch.equal(bits[0], plain[0]) and torch.equal(bits[1], plain[1])
     assert (native[0] - bits[0]).abs().max() < 1e-3

@@ -17,8 +17,15 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 @pytest.mark.timeout(600)
 def test_the_demo_gives_the_same_answers_through_the_kernels(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "kvtier.workbench.demo", "--attention", "kernels", "--json", str(figures)]
-    command += ["--prompt", "96", "--positions", "32", "--block", "32"]  # whole blocks: the last one is computed anew, for its last token's sake
+    command = [sys.executable, "-m", "kvtier.quality.demo.driver", "--attention", "kernels", "--json", str(figures)]
+    command += [
+        "--prompt",
+        "96",
+        "--positions",
+        "32",
+        "--block",
+        "32",
+    ]  # whole blocks: the last one is computed anew, for its last token's sake
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=590, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
     result = json.loads(figures.read_text())["result"]

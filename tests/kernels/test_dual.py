@@ -8,17 +8,17 @@ import pytest
 import torch
 from kvtier_kernels import paged, reference
 from kvtier_kernels.attention import decode
-from kvtier_kernels.plan import plan
+from kvtier_kernels.batch_plan import plan
 from kvtier_kernels.prefill import prefill
 from kvtier_kernels.quantize import quantize
 from kvtier_kernels.write import write
 
-from kvtier import layout
-from kvtier.connectors import quantizing
-from kvtier.connectors.pages import PartCache
-from kvtier.connectors.quantizing import HostCaches, QuantizedCaches
-from kvtier.connectors.quantizing_gpu import DeviceCaches
+from kvtier.connectors.common import quantizing
+from kvtier.connectors.common.pages import PartCache
+from kvtier.connectors.common.quantizing import HostCaches, QuantizedCaches
+from kvtier.connectors.common.quantizing_gpu import DeviceCaches
 from kvtier.errors import Invalid
+from kvtier.format import layout
 from tests.kernels.cases import DEVICE, ORDERS, cache_of, exact_attention, layout_of, storage, worst
 
 KINDS = ("block-head", "block-head")
@@ -39,9 +39,14 @@ def test_new_tokens_stand_in_their_slots_and_clear_their_pages_alone(order: str,
     cache = cache_of(views, KINDS, page_flags)
     before = [plane.native.clone() for plane in cache if plane.native is not None]
     slots = torch.tensor([2 * page, 2 * page + 1, -1, 5 * page + 3, 4 * page, -1], device=DEVICE)
-    keys, values = random(9, 3, width, seed=1), random(9, 3, width, seed=2)  # more rows than slots: padding of a captured graph
+    keys, values = (
+        random(9, 3, width, seed=1),
+        random(9, 3, width, seed=2),
+    )  # more rows than slots: padding of a captured graph
     write(cache, keys, values, slots)
-    assert page_flags.tolist() == [0, 1, 0, 0, 0, 0, 1, 1], "the last page's flag stays, though -1 // tokens is that page"
+    assert page_flags.tolist() == [0, 1, 0, 0, 0, 0, 1, 1], (
+        "the last page's flag stays, though -1 // tokens is that page"
+    )
     for plane, old, new in zip(cache, before, (keys, values), strict=True):
         for token, slot in enumerate(slots.tolist()):
             if slot >= 0:
@@ -53,10 +58,19 @@ def test_a_cache_without_flags_is_written_too_and_what_does_not_fit_is_refused()
     kv = torch.zeros(4, 2, 16, 128, dtype=torch.float16, device=DEVICE)
     cache, new = paged.interleaved(kv, 64, None), random(3, 2, 64, dtype=torch.float16)
     write(cache, new, new, torch.tensor([5, 6, 40], dtype=torch.int32, device=DEVICE))
-    assert torch.equal(kv[0, :, 6, 64:], new[1]) and torch.equal(kv[2, :, 8, :64], new[2]) and int((kv != 0).any(3).sum()) == 6
+    assert (
+        torch.equal(kv[0, :, 6, 64:], new[1])
+        and torch.equal(kv[2, :, 8, :64], new[2])
+        and int((kv != 0).any(3).sum()) == 6
+    )
     slots = torch.tensor([1, 2, 3], device=DEVICE)
     write(cache, new, new, slots[:0])
-    for keys, values, where in ((new[:2], new, slots), (new, new[:, :1], slots), (new, new[..., :48], slots), (new, new, slots.float())):
+    for keys, values, where in (
+        (new[:2], new, slots),
+        (new, new[:, :1], slots),
+        (new, new[..., :48], slots),
+        (new, new, slots.float()),
+    ):
         with pytest.raises(Invalid):
             write(cache, keys, values, where)
 
@@ -70,7 +84,9 @@ def test_a_restored_prefix_goes_on_in_native_pages() -> None:
     exact: list[list[torch.Tensor]] = [[], []]
     for at, table_page in enumerate((6, 1)):
         for j, plane in enumerate(cache):
-            quantized = reference.quantize(random(heads, page, width, seed=10 * at + j).cpu(), "block-head", powers=True)
+            quantized = reference.quantize(
+                random(heads, page, width, seed=10 * at + j).cpu(), "block-head", powers=True
+            )
             assert plane.codes is not None and plane.scales is not None
             plane.codes[table_page] = quantized.codes.view(torch.uint8).to(DEVICE)
             plane.scales[table_page] = quantized.scales[:, :, None].to(DEVICE)
@@ -80,7 +96,10 @@ def test_a_restored_prefix_goes_on_in_native_pages() -> None:
     write(cache, new[0], new[1], slots)
     assert page_flags.tolist() == [1, 1, 1, 0, 1, 0, 1, 1]
     keys, values = (torch.cat([*exact[j], new[j].cpu().double().transpose(0, 1)], 1) for j in (0, 1))
-    table, lengths = torch.tensor([[6, 1, 3, 5]], dtype=torch.int32, device=DEVICE), torch.tensor([52], dtype=torch.int32, device=DEVICE)
+    table, lengths = (
+        torch.tensor([[6, 1, 3, 5]], dtype=torch.int32, device=DEVICE),
+        torch.tensor([52], dtype=torch.int32, device=DEVICE),
+    )
     queries = random(20, heads * group, width, seed=7)
     out, lse = decode(queries[-1:], cache, table, lengths, 52, dtype=torch.float32)
     right = exact_attention(queries[-1:].cpu().double().transpose(0, 1), keys, values, 51, group)
@@ -113,7 +132,9 @@ def test_quantize_with_powers_equals_the_reference(kind: str, small: bool) -> No
     for body, page_id in zip(bodies.cpu(), (4, 1), strict=True):
         for j, plane in enumerate(cache):
             assert plane.native is not None
-            right = reference.quantize(plane.native[page_id].cpu(), kind, scale_dtype="bf16" if small else "fp32", powers=True)
+            right = reference.quantize(
+                plane.native[page_id].cpu(), kind, scale_dtype="bf16" if small else "fp32", powers=True
+            )
             for head in range(2):
                 start, count = head * extents.head_stride, extents.group.scale_bytes(extents.group.layers[0].parts[j])
                 codes = body[start + extents.data[0][j] : start + extents.data[0][j] + page * width]
@@ -131,7 +152,9 @@ def test_the_tables_are_the_reference(native: str) -> None:
         assert np.array_equal(quantizing.encoder(native, scale), right.codes.view(torch.uint8).flatten().numpy())
         codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).reshape(1, 1, -1)
         plain = reference.dequantize(codes, torch.tensor([[scale]]), "tensor").to(quantizing.TORCH[native])
-        assert np.array_equal(quantizing.decoder(native, scale), plain.view(torch.int16).flatten().numpy().view(np.uint16))
+        assert np.array_equal(
+            quantizing.decoder(native, scale), plain.view(torch.int16).flatten().numpy().view(np.uint16)
+        )
     magnitudes = elements[: 0x7F80 if native == "bf16" else 0x7C00]
     right = reference.scale_from_amax(magnitudes.float(), powers=True).numpy()
     found = np.array([quantizing.scale_of(bits, native) for bits in range(0, len(magnitudes), 7)])
@@ -142,7 +165,14 @@ def test_the_tables_are_the_reference(native: str) -> None:
 
 
 def caches_of(
-    kind: type[QuantizedCaches], order: str, page: int, ratio: int, blocks: int, in_place: bool, seed: int, flagged: bool = True
+    kind: type[QuantizedCaches],
+    order: str,
+    page: int,
+    ratio: int,
+    blocks: int,
+    in_place: bool,
+    seed: int,
+    flagged: bool = True,
 ) -> tuple[QuantizedCaches, torch.Tensor, list[torch.Tensor]]:
     """Two layers of two heads of 64, bound to blocks of `blocks` engine blocks of `ratio` pages each; their flags and their tensors."""
     views = [storage(order, 12, 2, page, 64, torch.bfloat16) for _ in range(2)]
@@ -153,17 +183,30 @@ def caches_of(
     for number, layer in enumerate(views):
         cells = (layer[0][..., :64], layer[0][..., 64:]) if len(layer) == 1 else layer
         parts = [layout.Part(name, 64, "e4m3fn", "block-head") for name in "kv"]
-        made.layers.append((f"layer {number}", [PartCache(part, cell.view(torch.uint8)) for part, cell in zip(parts, cells, strict=True)]))
+        made.layers.append(
+            (
+                f"layer {number}",
+                [PartCache(part, cell.view(torch.uint8)) for part, cell in zip(parts, cells, strict=True)],
+            )
+        )
         made.paged.append(cache_of(layer, KINDS, page_flags if flagged else None))
-    made.bind(layout.attention(2, 2, 64, engine_tokens=page * ratio, engine_blocks=blocks, granularity="block-head").extents())
+    made.bind(
+        layout.attention(2, 2, 64, engine_tokens=page * ratio, engine_blocks=blocks, granularity="block-head").extents()
+    )
     return made, page_flags, [view for layer in views for view in layer]
 
 
 @pytest.mark.parametrize(
-    ("in_place", "flagged"), [(True, True), (False, True), (False, False)], ids=["dual", "expand beside dual", "expand on an engine's own attention"]
+    ("in_place", "flagged"),
+    [(True, True), (False, True), (False, False)],
+    ids=["dual", "expand beside dual", "expand on an engine's own attention"],
 )
-@pytest.mark.parametrize(("order", "ratio", "blocks"), [("interleaved", 1, 1), ("NHD", 2, 1), ("HND", 1, 3), ("interleaved", 2, 2)])
-def test_a_gpu_saves_and_restores_the_bytes_that_a_cpu_does(order: str, ratio: int, blocks: int, in_place: bool, flagged: bool) -> None:
+@pytest.mark.parametrize(
+    ("order", "ratio", "blocks"), [("interleaved", 1, 1), ("NHD", 2, 1), ("HND", 1, 3), ("interleaved", 2, 2)]
+)
+def test_a_gpu_saves_and_restores_the_bytes_that_a_cpu_does(
+    order: str, ratio: int, blocks: int, in_place: bool, flagged: bool
+) -> None:
     if DEVICE.type != "cpu":
         pytest.skip("both ways need the same memory: on Triton's interpreter")
     host, _, _ = caches_of(HostCaches, order, 16, ratio, blocks, in_place, 1, flagged)
@@ -189,7 +232,11 @@ def test_a_gpu_saves_and_restores_the_bytes_that_a_cpu_does(order: str, ratio: i
         results.append((page_flags.clone(), [tensor.clone() for tensor in tensors]))
         counted.append(counts)
     pages = [page for block in wanted if block for page in range(block * ratio, (block + 1) * ratio)]
-    assert results[0][0].tolist() == results[1][0].tolist() == [int(in_place or not flagged or page not in pages) for page in range(12)]
+    assert (
+        results[0][0].tolist()
+        == results[1][0].tolist()
+        == [int(in_place or not flagged or page not in pages) for page in range(12)]
+    )
     for mine, theirs in zip(results[0][1], results[1][1], strict=True):
         assert torch.equal(mine.view(torch.int16), theirs.view(torch.int16))
     if not in_place:

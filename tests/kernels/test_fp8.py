@@ -45,7 +45,10 @@ def _cast(x, out, N: tl.constexpr):
 @triton.jit
 def _dot(a, b, out, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
     m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
-    tl.store(out + m[:, None] * N + n[None, :], tl.dot(tl.load(a + m[:, None] * K + k[None, :]), tl.load(b + k[:, None] * N + n[None, :])))
+    tl.store(
+        out + m[:, None] * N + n[None, :],
+        tl.dot(tl.load(a + m[:, None] * K + k[None, :]), tl.load(b + k[:, None] * N + n[None, :])),
+    )
 
 
 FORMS = [pytest.param(False, id="native"), pytest.param(True, id="bits")]
@@ -75,7 +78,9 @@ def test_encode_rounds_f32_to_nearest_even(bits: bool) -> None:
     middle = (values[1:] + values[:-1]) / 2
     near = torch.cat([middle, torch.nextafter(middle, torch.tensor(1e9)), torch.nextafter(middle, torch.tensor(0.0))])
     spread = torch.randn(1024, generator=torch.Generator().manual_seed(0)) * torch.exp2(torch.arange(1024) % 24 - 14.0)
-    x = torch.cat([near, -near, spread, torch.tensor([torch.inf, -torch.inf, torch.nan, 464.0, 464.1, 3e38, 1e-40, -1e-40])])
+    x = torch.cat(
+        [near, -near, spread, torch.tensor([torch.inf, -torch.inf, torch.nan, 464.0, 464.1, 3e38, 1e-40, -1e-40])]
+    )
     x = torch.cat([x, torch.zeros(-len(x) % 256)])
     wanted = reference.quantize(x.reshape(1, 1, -1), "tensor", torch.ones(1)).codes.view(torch.uint8).flatten()
     assert torch.equal(codes_of(x, bits), wanted)
@@ -83,7 +88,17 @@ def test_encode_rounds_f32_to_nearest_even(bits: bool) -> None:
 
 @pytest.mark.parametrize("bits", FORMS)
 def test_kvb_02_saturation_and_e4m3fn(bits: bool) -> None:
-    table = {448.0: 0x7E, 464.0: 0x7E, 465.0: 0x7E, 480.0: 0x7E, 1e9: 0x7E, -1e9: 0xFE, 240.0: 0x77, 241.0: 0x77, 1.0: 0x38}
+    table = {
+        448.0: 0x7E,
+        464.0: 0x7E,
+        465.0: 0x7E,
+        480.0: 0x7E,
+        1e9: 0x7E,
+        -1e9: 0xFE,
+        240.0: 0x77,
+        241.0: 0x77,
+        1.0: 0x38,
+    }
     table |= {2.0**-9: 0x01, 2.0**-10: 0x00, 1.5 * 2.0**-9: 0x02, 0.1: 0x1D}
     assert codes_of(padded(list(table)), bits)[: len(table)].tolist() == list(table.values())
     assert codes_of(padded([-0.0, torch.nan, torch.inf, -torch.inf]), bits)[:4].tolist() == [0x80, 0x7F, 0x7E, 0xFE]

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 from kvtier_kernels import paged, reference
+from kvtier_kernels.batch_plan import BatchPlan, plan
 from kvtier_kernels.paged import WIDTHS
-from kvtier_kernels.plan import Plan, plan
-from kvtier_kernels.quantize import Seen, quantize
+from kvtier_kernels.quantize import QuantizeCounts, quantize
 
+from kvtier.client.torch_views import part_tensor, scale_tensor
 from kvtier.errors import Invalid
-from kvtier.layout import STATIC as STATIC_KINDS
-from kvtier.layout import Layout
-from kvtier.torch_views import part_tensor, scale_tensor
+from kvtier.format.layout import STATIC as STATIC_KINDS
+from kvtier.format.layout import Layout
 from tests.kernels.cases import DEVICE, KINDS, NANS, ORDERS, STATIC, cache_of, layout_of, storage
 
 RUBBISH = 0x55
@@ -28,7 +28,14 @@ class Setting:
     """Caches full of seeded KV with odd values among it, and the plan over them."""
 
     def __init__(
-        self, made: Layout, order: str = "NHD", *, page: int | None = None, pages: int = 6, dtype: torch.dtype = torch.bfloat16, seed: int = 0
+        self,
+        made: Layout,
+        order: str = "NHD",
+        *,
+        page: int | None = None,
+        pages: int = 6,
+        dtype: torch.dtype = torch.bfloat16,
+        seed: int = 0,
     ) -> None:
         group = made.groups[0]
         self.extents, self.page = made.extents(), page or group.engine_tokens
@@ -38,23 +45,28 @@ class Setting:
         for layer in group.layers:
             views = storage(order, pages, group.heads, self.page, width, dtype)
             for view in views:
-                view.copy_(torch.randn(view.shape, generator=random) * torch.exp2(torch.randint(-6, 7, view.shape[:3], generator=random))[..., None])
+                view.copy_(
+                    torch.randn(view.shape, generator=random)
+                    * torch.exp2(torch.randint(-6, 7, view.shape[:3], generator=random))[..., None]
+                )
             kinds = tuple("head" if part.native else part.granularity for part in layer.parts)
             caches.append(cache_of(views, (kinds[0], kinds[1]), None if layer.parts[0].native else self.flags))
             self.kv.append([plane.native for plane in caches[-1]])
         self.caches = caches
-        self.plan: Plan = plan(self.extents, caches)
-        self.statics = torch.tensor([[STATIC[(i + j) % 3] for j in range(2)] for i in range(len(caches))])[..., : group.heads].contiguous()
+        self.plan: BatchPlan = plan(self.extents, caches)
+        self.statics = torch.tensor([[STATIC[(i + j) % 3] for j in range(2)] for i in range(len(caches))])[
+            ..., : group.heads
+        ].contiguous()
 
     def source(self, layer: int, part: int, pages: list[int]) -> torch.Tensor:
         view = self.kv[layer][part]
         assert view is not None
         return torch.cat([view[i] for i in pages], dim=1).cpu()
 
-    def run(self, pages: list[list[int]]) -> tuple[torch.Tensor, Seen]:
+    def run(self, pages: list[list[int]]) -> tuple[torch.Tensor, QuantizeCounts]:
         bodies = torch.full((len(pages), self.extents.slot_bytes), RUBBISH, dtype=torch.uint8, device=DEVICE)
         seen = quantize(self.plan, torch.tensor(pages, device=DEVICE), bodies, self.statics.to(DEVICE))
-        return bodies.cpu(), Seen(*(x.cpu() for x in seen))
+        return bodies.cpu(), QuantizeCounts(*(x.cpu() for x in seen))
 
     def check(self, pages: list[list[int]]) -> torch.Tensor:
         """Asserts that everything written equals the reference, padding included, and nothing else was. Returns the bodies."""
@@ -68,16 +80,22 @@ class Setting:
                     x, target = self.source(i, j, ids), part_tensor(wanted, self.extents, i, j)
                     if part.native:
                         target.copy_(x)
-                        assert torch.equal(seen.nonfinite[block, i, j], (~x.isfinite()).sum(dim=(1, 2), dtype=torch.int32))
+                        assert torch.equal(
+                            seen.nonfinite[block, i, j], (~x.isfinite()).sum(dim=(1, 2), dtype=torch.int32)
+                        )
                         continue
                     static = self.statics[i, j] if part.granularity in STATIC_KINDS else None
                     # The layout repeats a tensor's scale per head; the kernel is given it that way.
                     kind = "head" if part.granularity == "tensor" else part.granularity
-                    q = reference.quantize(x, kind, static, engine_blocks=group.engine_blocks, scale_dtype=part.scale_dtype)
+                    q = reference.quantize(
+                        x, kind, static, engine_blocks=group.engine_blocks, scale_dtype=part.scale_dtype
+                    )
                     target.copy_(q.codes)
                     scale_tensor(wanted, self.extents, i, j).copy_(q.scales)
-                    for name, found, right in zip(Seen._fields, seen, q.counts, strict=True):
-                        assert torch.equal(found[block, i, j].double(), right.double()), f"{name} of {part.name} in layer {i}"
+                    for name, found, right in zip(QuantizeCounts._fields, seen, q.counts, strict=True):
+                        assert torch.equal(found[block, i, j].double(), right.double()), (
+                            f"{name} of {part.name} in layer {i}"
+                        )
             differing = int((bodies[block, :size].numpy() != wanted).sum())
             assert differing == 0, f"{differing} of {size} bytes differ"
         return bodies
@@ -200,8 +218,14 @@ def test_formats_and_shapes_that_do_not_fit_are_refused_by_name() -> None:
         quantize(setting.plan, pages.to("meta"), bodies, setting.statics)
     with pytest.raises(Invalid, match="statics must be on"):
         quantize(setting.plan, pages, bodies, setting.statics.to("meta"))
-    with pytest.raises(Invalid, match="within 2\\^31 elements"):  # heads outermost, so many pages that head 1 is out of reach of 32 bits
-        far = torch.zeros(1, dtype=torch.bfloat16, device="meta").expand(8).as_strided((2, 2, 16, 64), (16 * 64, 2**31, 64, 1))
+    with pytest.raises(
+        Invalid, match="within 2\\^31 elements"
+    ):  # heads outermost, so many pages that head 1 is out of reach of 32 bits
+        far = (
+            torch.zeros(1, dtype=torch.bfloat16, device="meta")
+            .expand(8)
+            .as_strided((2, 2, 16, 64), (16 * 64, 2**31, 64, 1))
+        )
         paged.native(far, far)
     for dtype in ("e5m2", "e4m3fnuz"):
         other = layout_of(64, 2, 16, KINDS["head"]).to_json()
@@ -222,11 +246,11 @@ import kvtier_kernels.interpreter
 from kvtier_kernels import paged, reference
 from kvtier_kernels.attention import decode
 from kvtier_kernels.expand import Expander
-from kvtier_kernels.plan import plan
+from kvtier_kernels.batch_plan import plan
 from kvtier_kernels.prefill import prefill
 from kvtier_kernels.quantize import quantize
 from kvtier_kernels.restore import restore
-from kvtier import layout
+from kvtier.format import layout
 torch.set_default_device(sys.argv[1])
 pages, width = 2**31 // (16 * 128) + 8, 64  # the last page begins beyond 2^31 elements and 2^32 bytes
 kv = torch.zeros(pages, 1, 16, 2 * width, dtype=torch.bfloat16)  # zeroed lazily: touched pages alone take memory
@@ -263,7 +287,9 @@ print("far")
 def test_offsets_beyond_2_31(tmp_path: Path) -> None:
     """Every kernel, in a process of its own: an offset that overflowed would be a segmentation fault there."""
     root = Path(__file__).resolve().parent.parent.parent
-    done = subprocess.run([sys.executable, "-c", FAR, DEVICE.type], cwd=root, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", FAR, DEVICE.type], cwd=root, capture_output=True, text=True, timeout=280, check=False
+    )
     assert done.returncode == 0 and done.stdout == "far\n", f"{done.returncode}: {done.stderr[-2000:]}"
 
 

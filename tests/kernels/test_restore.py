@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 from kvtier_kernels import paged, reference, selftest
+from kvtier_kernels.batch_plan import plan
 from kvtier_kernels.expand import Expander
 from kvtier_kernels.paged import WIDTHS
-from kvtier_kernels.plan import plan
 from kvtier_kernels.restore import restore
-from kvtier_kernels.transfer import Mover, Registered, Ticket
+from kvtier_kernels.transfer import BlockTransfer, RegisteredArena, TransferTicket
 
 from kvtier.errors import Invalid
 from tests.kernels.cases import DEVICE, KINDS, NANS, ORDERS, cache_of, layout_of, storage
@@ -26,7 +26,11 @@ def empty(setting: Setting, order: str, flags: torch.Tensor | None) -> list[page
     for layer in setting.extents.group.layers:
         kinds = tuple("head" if part.native else part.granularity for part in layer.parts)
         width, group = layer.parts[0].width, setting.extents.group
-        made.append(cache_of(storage(order, 6, group.heads, setting.page, width, torch.bfloat16, NANS), (kinds[0], kinds[1]), flags))
+        made.append(
+            cache_of(
+                storage(order, 6, group.heads, setting.page, width, torch.bfloat16, NANS), (kinds[0], kinds[1]), flags
+            )
+        )
     return made
 
 
@@ -47,13 +51,17 @@ def test_restored_slots_hold_the_codes_and_scales_of_the_block(order: str, kind:
         assert plane.codes is not None and plane.scales is not None
         for page, source, at in ((3, [5, 0], 0), (4, [5, 0], 16), (5, [2, 1], 16)):
             static = setting.statics[layer, part] if kind in ("tensor", "head") else None
-            q = reference.quantize(setting.source(layer, part, source), "head" if static is not None else KINDS[kind][part], static)
+            q = reference.quantize(
+                setting.source(layer, part, source), "head" if static is not None else KINDS[kind][part], static
+            )
             assert torch.equal(plane.codes[page].cpu(), q.codes[:, at : at + 16].view(torch.uint8))
             scales = q.scales[:, at : at + 16] if KINDS[kind][part] == "token-head" else q.scales
             assert torch.equal(plane.scales[page].cpu().flatten(), scales.flatten())
     for part, plane in enumerate(caches[1]):
         assert plane.native is not None
-        assert torch.equal(plane.native[3].cpu(), setting.source(1, part, [5])) and torch.equal(plane.native[5].cpu(), setting.source(1, part, [1]))
+        assert torch.equal(plane.native[3].cpu(), setting.source(1, part, [5])) and torch.equal(
+            plane.native[5].cpu(), setting.source(1, part, [1])
+        )
         assert bool(plane.native[2].isnan().all()), "no other page was touched"
 
 
@@ -62,7 +70,11 @@ def test_codes_go_into_an_fp8_engines_cache_and_scales_stay_out_of_it() -> None:
     bodies, _ = setting.run([[1], [4]])
     codes = torch.zeros(2, 6, 2, 16, 128, dtype=torch.uint8, device=DEVICE)
     scales = setting.statics[0].to(DEVICE)
-    restore(plan(setting.extents, [paged.fp8(codes[0], codes[1], scales[0], scales[1])]), bodies.to(DEVICE), torch.tensor([[3], [0]], device=DEVICE))
+    restore(
+        plan(setting.extents, [paged.fp8(codes[0], codes[1], scales[0], scales[1])]),
+        bodies.to(DEVICE),
+        torch.tensor([[3], [0]], device=DEVICE),
+    )
     for part in (0, 1):
         q = reference.quantize(setting.source(0, part, [1]), "head", setting.statics[0, part])
         assert torch.equal(codes[part, 3].cpu(), q.codes.view(torch.uint8))
@@ -84,7 +96,9 @@ def test_a_native_namespace_comes_back_unchanged_and_clears_flags() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("width", [64, 192])
 def test_expand_equals_the_reference_bit_for_bit(width: int, kind: str) -> None:
-    setting = Setting(layout_of(width, 2, 32, KINDS[kind], layers=3, excluded=(1,), small=kind == "kivi"), "NHD", page=16)
+    setting = Setting(
+        layout_of(width, 2, 32, KINDS[kind], layers=3, excluded=(1,), small=kind == "kivi"), "NHD", page=16
+    )
     bodies, _ = setting.run([[5, 0]])
     flags = torch.ones(6, dtype=torch.uint8, device=DEVICE)
     caches = empty(setting, "HND", flags)
@@ -96,10 +110,17 @@ def test_expand_equals_the_reference_bit_for_bit(width: int, kind: str) -> None:
         spec = setting.extents.group.layers[layer].parts[part]
         static = setting.statics[layer, part] if kind in ("tensor", "head") else None
         q = reference.quantize(
-            setting.source(layer, part, [5, 0]), "head" if static is not None else spec.granularity, static, scale_dtype=spec.scale_dtype
+            setting.source(layer, part, [5, 0]),
+            "head" if static is not None else spec.granularity,
+            static,
+            scale_dtype=spec.scale_dtype,
         )
-        wanted = reference.dequantize(q.codes, q.scales, "head" if static is not None else spec.granularity)[:, :16].bfloat16()
-        assert plane.native is not None and torch.equal(plane.native[4].cpu().view(torch.int16), wanted.view(torch.int16))
+        wanted = reference.dequantize(q.codes, q.scales, "head" if static is not None else spec.granularity)[
+            :, :16
+        ].bfloat16()
+        assert plane.native is not None and torch.equal(
+            plane.native[4].cpu().view(torch.int16), wanted.view(torch.int16)
+        )
     assert caches[1].keys.native is not None and torch.equal(caches[1].keys.native[4].cpu(), setting.source(1, 0, [5]))
     assert (expander.blocks, expander.bytes_read) == (1, setting.extents.body_bytes) and expander.launches >= 2
     assert expander.bytes_written == 3 * 2 * 2 * 32 * width * 2 and expander.seconds > 0
@@ -138,9 +159,9 @@ def test_blocks_travel_to_an_arena_and_back() -> None:
     memory = arena_of(5, slot)
     memory[:] = 0xEE
     bodies = [memory[i * slot + 256 : i * slot + 256 + size] for i in range(5)]
-    registered = Registered(memory, DEVICE)
+    registered = RegisteredArena(memory, DEVICE)
     pages = torch.tensor([[4], [2], [0], [5], [1]])
-    ticket = Mover(setting.plan, registered, staging=2).save(pages, bodies, setting.statics.to(DEVICE))
+    ticket = BlockTransfer(setting.plan, registered, staging=2).save(pages, bodies, setting.statics.to(DEVICE))
     assert ticket.wait(60) and ticket.done()
     wanted, seen = setting.run(pages.tolist())
     for body, right in zip(bodies, wanted, strict=True):
@@ -149,7 +170,7 @@ def test_blocks_travel_to_an_arena_and_back() -> None:
     assert all(torch.equal(a, b) for a, b in zip(ticket.seen, seen, strict=True))
     flags = torch.zeros(6, dtype=torch.uint8, device=DEVICE)
     caches = empty(setting, "NHD", flags)
-    back = Mover(plan(setting.extents, caches), registered, staging=3)
+    back = BlockTransfer(plan(setting.extents, caches), registered, staging=3)
     assert back.load(bodies, torch.tensor([[0], [1], [2], [3], [5]])).wait(60)
     assert flags.tolist() == [1, 1, 1, 1, 0, 1]
     for i, (source, target) in enumerate(zip([4, 2, 0, 5, 1], [0, 1, 2, 3, 5], strict=True)):
@@ -168,8 +189,8 @@ def test_transfer_refuses_what_it_must_not_touch() -> None:
     setting = Setting(layout_of(64, 2, 16, KINDS["block-head"]))
     size, slot = setting.extents.body_bytes, setting.extents.slot_bytes
     memory = arena_of(2, slot)
-    registered, pages = Registered(memory, DEVICE), torch.tensor([[0]])
-    mover = Mover(setting.plan, registered)
+    registered, pages = RegisteredArena(memory, DEVICE), torch.tensor([[0]])
+    mover = BlockTransfer(setting.plan, registered)
     with pytest.raises(Invalid, match="registered arena"):
         mover.load([np.zeros(size, np.uint8)], pages)
     with pytest.raises(Invalid, match="bytes"):
@@ -192,7 +213,7 @@ def test_a_wait_has_a_deadline() -> None:
         def query(self) -> bool:
             return False
 
-    ticket, began = Ticket(Never(), [bytearray(1)]), time.monotonic()
+    ticket, began = TransferTicket(Never(), [bytearray(1)]), time.monotonic()
     assert not ticket.wait(0.05) and time.monotonic() - began < 5
     with pytest.raises(Invalid, match="before it is done"):
         _ = ticket.seen
@@ -205,7 +226,10 @@ def test_a_wait_has_a_deadline() -> None:
 def test_the_self_test_passes_here(width: int) -> None:
     kind = ("head", "block-head", "channel", "token-head", "head")[WIDTHS.index(width)]
     report = selftest.run(DEVICE, width, granularity=kind)
-    assert report.reasons == dict.fromkeys(("quantize", "expand", "restore", "decode", "prefill", "gather"), "") and report.usable
+    assert (
+        report.reasons == dict.fromkeys(("quantize", "expand", "restore", "decode", "prefill", "gather"), "")
+        and report.usable
+    )
 
 
 def test_the_self_test_fails_where_a_kernel_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

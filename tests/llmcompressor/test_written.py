@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.identity import pack_scales
-from kvtier.importer import import_scales
-from kvtier.tensors import read_header
+from kvtier.format.identity import pack_scales
+from kvtier.format.tensors import read_header
+from kvtier.models.scale_import import import_scales
 
 DATA = Path(__file__).parent / "data"
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -28,7 +28,11 @@ def check(root: Path) -> None:
     for strategy, granularity, shape in (("tensor", "tensor", (1,)), ("attn_head", "head", (2, 1, 1))):
         spans, _ = read_header(root / strategy / "model.safetensors")
         scales = {name: span for name, span in spans.items() if name.endswith("_scale")}
-        assert len(scales) == 4 and {span.shape for span in scales.values()} == {shape} and {span.dtype for span in scales.values()} == {"BF16"}
+        assert (
+            len(scales) == 4
+            and {span.shape for span in scales.values()} == {shape}
+            and {span.dtype for span in scales.values()} == {"BF16"}
+        )
         made, notes = import_scales(root / strategy)
         assert made.parts["k"].granularity == made.parts["v"].granularity == granularity
         assert pack_scales(made.scales) == {key: "".join(values) for key, values in seen[strategy].items()}
@@ -45,5 +49,11 @@ def test_the_kept_checkpoints_are_imported_to_the_last_bit() -> None:
 @pytest.mark.timeout(400)
 def test_checkpoints_written_now_are_imported_to_the_last_bit(tmp_path: Path) -> None:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    subprocess.run([INTERPRETER, "-m", "tests.llmcompressor.write", str(tmp_path)], cwd=ROOT, env=environment, check=True, timeout=360)
+    subprocess.run(
+        [INTERPRETER, "-m", "tests.llmcompressor.write", str(tmp_path)],
+        cwd=ROOT,
+        env=environment,
+        check=True,
+        timeout=360,
+    )
     check(tmp_path)

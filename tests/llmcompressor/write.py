@@ -45,18 +45,40 @@ def write(root: Path) -> None:
     source = root / "source"
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(source)
     words = {f"t{i}": i for i in range(config.vocab_size)}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="t0")), pad_token="t2", unk_token="t0")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="t0")), pad_token="t2", unk_token="t0"
+    )
     generator = torch.Generator().manual_seed(1)
     texts = [torch.randint(0, config.vocab_size, (64,), generator=generator).tolist() for _ in range(4)]
-    seen: dict[str, Any] = {"versions": {name: version(name) for name in ("llmcompressor", "compressed-tensors", "transformers", "torch")}}
+    seen: dict[str, Any] = {
+        "versions": {name: version(name) for name in ("llmcompressor", "compressed-tensors", "transformers", "torch")}
+    }
     for strategy in ("tensor", "attn_head"):
-        model = LlamaForCausalLM.from_pretrained(source, dtype=torch.bfloat16)  # its configuration is read again from there
+        model = LlamaForCausalLM.from_pretrained(
+            source, dtype=torch.bfloat16
+        )  # its configuration is read again from there
         data = Dataset.from_dict({"input_ids": texts, "attention_mask": [[1] * len(text) for text in texts]})
-        scheme = {"num_bits": 8, "type": "float", "strategy": strategy, "dynamic": False, "symmetric": True, "observer": "static_minmax"}
+        scheme = {
+            "num_bits": 8,
+            "type": "float",
+            "strategy": strategy,
+            "dynamic": False,
+            "symmetric": True,
+            "observer": "static_minmax",
+        }
         recipe = QuantizationModifier(kv_cache_scheme=scheme)
-        oneshot(model=model, processor=tokenizer, dataset=data, recipe=recipe, max_seq_length=64, num_calibration_samples=len(texts))
+        oneshot(
+            model=model,
+            processor=tokenizer,
+            dataset=data,
+            recipe=recipe,
+            max_seq_length=64,
+            num_calibration_samples=len(texts),
+        )
         seen[strategy] = {
-            f"{layer}.{part}": [np.float32(value).tobytes()[::-1].hex() for value in tensor.detach().float().flatten().tolist()]
+            f"{layer}.{part}": [
+                np.float32(value).tobytes()[::-1].hex() for value in tensor.detach().float().flatten().tolist()
+            ]
             for layer in range(LAYERS)
             for part in "kv"
             for tensor in [getattr(model.model.layers[layer].self_attn, f"{part}_scale")]

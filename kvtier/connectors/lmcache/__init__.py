@@ -19,7 +19,7 @@ def __getattr__(name: str) -> Any:
 
         return KvtierL2Adapter
     if name == "KvtierL2AdapterConfig":
-        from kvtier.connectors.lmcache.settings import KvtierL2AdapterConfig
+        from kvtier.connectors.lmcache.lmcache_settings import KvtierL2AdapterConfig
 
         return KvtierL2AdapterConfig
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

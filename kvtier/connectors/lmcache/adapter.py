@@ -20,12 +20,12 @@ from lmcache.v1.distributed.api import KeyEntry, KeyListPage
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 
-from kvtier.connectors.lmcache import traffic
-from kvtier.connectors.lmcache.books import Books, Holds
-from kvtier.connectors.lmcache.naming import MIN_HASH_BYTES, Space, Spaces, form_of
-from kvtier.connectors.lmcache.settings import KvtierL2AdapterConfig
-from kvtier.connectors.lmcache.tasks import Crew, Desk, Task
-from kvtier.connectors.lmcache.traffic import Item, Traffic
+from kvtier.connectors.common import objects as transfers
+from kvtier.connectors.common.object_naming import MIN_HASH_BYTES, Space, Spaces, form_of
+from kvtier.connectors.common.objects import Item, ObjectTransfer
+from kvtier.connectors.lmcache.inventory import Holds, Inventory
+from kvtier.connectors.lmcache.lmcache_settings import KvtierL2AdapterConfig
+from kvtier.connectors.lmcache.workers import PendingAnswers, WorkerPool, WorkItem
 
 TESTED = "0.5.6"
 LOADERS = 2
@@ -47,19 +47,19 @@ class KvtierL2Adapter(L2AdapterInterface):
             init_logger("kvtier")  # our log goes where LMCache's goes
         self._socket = config.socket
         self._spaces = Spaces(config.descriptions)
-        self._books, self._holds = Books(), Holds()
+        self._books, self._holds = Inventory(), Holds()
         self._counting = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._strangers: set[str] = set()
         self._short = False
-        self._traffic = Traffic(config.socket, self._spaces, self._count)
+        self._traffic = ObjectTransfer(config.socket, self._spaces, self._count)
         ids = count()
-        self._stores: Desk[Any] = Desk(ids)
-        self._lookups: Desk[Any] = Desk(ids)
-        self._loads: Desk[Any] = Desk(ids)
-        self._asking = Crew("lookup", 1, self._tend)
-        self._storing = Crew("store", 1)
-        self._loading = Crew("load", LOADERS, self._traffic.release_spent)
+        self._stores: PendingAnswers[Any] = PendingAnswers(ids)
+        self._lookups: PendingAnswers[Any] = PendingAnswers(ids)
+        self._loads: PendingAnswers[Any] = PendingAnswers(ids)
+        self._asking = WorkerPool("lookup", 1, self._tend)
+        self._storing = WorkerPool("store", 1)
+        self._loading = WorkerPool("load", LOADERS, self._traffic.release_spent)
         self._closed = threading.Event()
 
     # -- event descriptors
@@ -78,7 +78,13 @@ class KvtierL2Adapter(L2AdapterInterface):
     def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
         """Objects stay LMCache's and unchanged until the task is answered."""
         task, keys, objects = self._stores.open(), list(keys), list(objects)
-        self._storing.give(Task(lambda: self._store(keys, objects), lambda answer: self._stores.answer(task, answer), L2StoreResult(False, 0)))
+        self._storing.give(
+            WorkItem(
+                lambda: self._store(keys, objects),
+                lambda answer: self._stores.answer(task, answer),
+                L2StoreResult(False, 0),
+            )
+        )
         return task
 
     def pop_completed_store_tasks(self) -> dict[int, Any]:
@@ -87,7 +93,7 @@ class KvtierL2Adapter(L2AdapterInterface):
     def _store(self, keys: list[Any], objects: list[Any]) -> Any:
         """All or nothing is what LMCache is told; what was stored before a failure stays, and is accounted for."""
         self._meet(keys)
-        done, nbytes, until = 0, 0, time.monotonic() + traffic.STORE_SECONDS
+        done, nbytes, until = 0, 0, time.monotonic() + transfers.STORE_SECONDS
         for bundle in self._traffic.bundles_of(keys, objects):
             stored = self._traffic.store(bundle, until, self._enter)
             done += stored
@@ -101,7 +107,13 @@ class KvtierL2Adapter(L2AdapterInterface):
 
     def submit_lookup_and_lock_task(self, keys: list[Any], group_layout_descs: Mapping[int, Any] | None) -> int:
         task, keys, layouts = self._lookups.open(), list(keys), dict(group_layout_descs or {})
-        self._asking.give(Task(lambda: self._lookup(keys, layouts), lambda answer: self._lookups.answer(task, answer), Bitmap(len(keys))))
+        self._asking.give(
+            WorkItem(
+                lambda: self._lookup(keys, layouts),
+                lambda answer: self._lookups.answer(task, answer),
+                Bitmap(len(keys)),
+            )
+        )
         return task
 
     def query_lookup_and_lock_result(self, task_id: int) -> Any | None:
@@ -158,14 +170,18 @@ class KvtierL2Adapter(L2AdapterInterface):
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
         """Once the task is answered its buffers are not touched any more."""
         task, keys, objects = self._loads.open(), list(keys), list(objects)
-        self._loading.give(Task(lambda: self._load(keys, objects), lambda answer: self._loads.answer(task, answer), Bitmap(len(keys))))
+        self._loading.give(
+            WorkItem(
+                lambda: self._load(keys, objects), lambda answer: self._loads.answer(task, answer), Bitmap(len(keys))
+            )
+        )
         return task
 
     def query_load_result(self, task_id: int) -> Any | None:
         return self._loads.fetch(task_id)
 
     def _load(self, keys: list[Any], objects: list[Any]) -> Any:
-        bitmap, until = Bitmap(len(keys)), time.monotonic() + traffic.LOAD_SECONDS
+        bitmap, until = Bitmap(len(keys)), time.monotonic() + transfers.LOAD_SECONDS
         for space, context, items in self._traffic.bundles_of(keys, objects):
             places = self._holds.borrow([item.key for item in items], space)
             try:
@@ -189,7 +205,7 @@ class KvtierL2Adapter(L2AdapterInterface):
     def delete(self, keys: list[Any]) -> None:
         """Makes the daemon forget these objects, for every server and engine that shares it."""
         done, keys = threading.Event(), list(keys)
-        self._asking.give(Task(lambda: self._delete(keys), lambda _: done.set(), None))
+        self._asking.give(WorkItem(lambda: self._delete(keys), lambda _: done.set(), None))
         done.wait(DELETE_SECONDS)
 
     def _delete(self, keys: list[Any]) -> None:
@@ -266,7 +282,9 @@ class KvtierL2Adapter(L2AdapterInterface):
                 log.warning("kvtier: adapter_params has no namespace for the model %r: nothing of it is stored", model)
         if not self._short and any(len(key.chunk_hash) < MIN_HASH_BYTES for key in keys):
             self._short = True
-            log.warning("kvtier: LMCache hashes chunks by Python's own hash, which differs between processes: nothing is stored; use blake3")
+            log.warning(
+                "kvtier: LMCache hashes chunks by Python's own hash, which differs between processes: nothing is stored; use blake3"
+            )
 
     def _count(self, name: str, n: int) -> None:
         with self._counting:

@@ -18,12 +18,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvtier.client import Client
+from kvtier.client.api import Client
 from kvtier.connectors.vllm import compat, modes
-from kvtier.connectors.vllm.plan import Handshake, Plan, Report
+from kvtier.connectors.vllm.messages import Handshake, StepPlan, StepReport
 from kvtier.connectors.vllm.scheduler import SchedulerHalf
-from kvtier.connectors.vllm.settings import read
 from kvtier.connectors.vllm.stats import KvtierPromMetrics, KvtierStats
+from kvtier.connectors.vllm.vllm_settings import read
 from kvtier.connectors.vllm.worker import WorkerHalf
 from kvtier.errors import Invalid
 
@@ -65,7 +65,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     def get_handshake_metadata(self) -> Handshake:
         return Handshake(self.worker.handshake)
 
-    def handle_preemptions(self, kv_connector_metadata: Plan) -> None:
+    def handle_preemptions(self, kv_connector_metadata: StepPlan) -> None:
         self.worker.fence(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -87,7 +87,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self.worker.bad_blocks()
 
-    def build_connector_worker_meta(self) -> Report | None:
+    def build_connector_worker_meta(self) -> StepReport | None:
         return self.worker.take_report()
 
     # -- scheduler
@@ -108,7 +108,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self.scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> Plan:
+    def build_connector_meta(self, scheduler_output: Any) -> StepPlan:
         return self.scheduler.plan(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -118,7 +118,9 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler.finished(request)
         return False, None  # blocks may go at once: the fence stands before their next owner
 
-    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished(request, [])
 
     def take_events(self) -> Iterable[Any]:
@@ -140,5 +142,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         return KvtierStats(data=data or {})
 
     @classmethod
-    def build_prom_metrics(cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> KvtierPromMetrics:
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> KvtierPromMetrics:
         return KvtierPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

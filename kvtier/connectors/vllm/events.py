@@ -8,7 +8,7 @@ from typing import Any
 from vllm.distributed.kv_events import MEDIUM_CPU, BlockStored
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-from kvtier.connectors.jobs import Save
+from kvtier.connectors.common.jobs import Save
 
 MAX_WAITING = 4096  # saves that wait for the ranks' reports
 

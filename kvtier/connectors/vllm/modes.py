@@ -14,10 +14,10 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from kvtier.connectors.pages import GroupCaches
-from kvtier.connectors.vllm_dual import VARIABLE
+from kvtier.connectors.common.pages import GroupCaches
+from kvtier.connectors.vllm.backend import VARIABLE
 from kvtier.errors import Invalid
-from kvtier.layout import FP8
+from kvtier.format.layout import FP8
 
 MODES = ("auto", "native", "passthrough", "dual", "expand")
 QUANTIZING = ("dual", "expand")
@@ -44,12 +44,18 @@ def _config_refusal(mode: str, config: Any, kv_config: Any) -> str:
     return ""
 
 
-def choose(asked: str, config: Any, kv_config: Any, groups: Sequence[GroupCaches | None], modules: dict[str, Any]) -> str:
+def choose(
+    asked: str, config: Any, kv_config: Any, groups: Sequence[GroupCaches | None], modules: dict[str, Any]
+) -> str:
     """The mode. Raises Invalid where what was asked for cannot be."""
-    layers = [(name, parts, group.shape["kind"]) for group in groups if group is not None for name, parts in group.layers]
+    layers = [
+        (name, parts, group.shape["kind"]) for group in groups if group is not None for name, parts in group.layers
+    ]
     fp8 = any(part.part.dtype in FP8 for _, parts, _ in layers for part in parts)
     ours = all(active(modules[name]) for name, _, _ in layers)
-    refused = _config_refusal("dual" if asked == "auto" else asked, config, kv_config) or _layer_refusal(layers, modules)
+    refused = _config_refusal("dual" if asked == "auto" else asked, config, kv_config) or _layer_refusal(
+        layers, modules
+    )
     if asked == "auto":
         if fp8:
             return "passthrough"
@@ -81,10 +87,14 @@ def _layer_refusal(layers: list[tuple[str, list[Any], str]], modules: dict[str, 
         if kind == "latent":
             return f"layer {name} keeps an MLA latent, which has no K and V to quantize"
         if kind != "attention" or any(part.part.dtype not in ("bf16", "fp16") for part in parts):
-            return f"layer {name} keeps {kind} {', '.join(part.part.dtype for part in parts)}, not K and V in BF16 or FP16"
+            return (
+                f"layer {name} keeps {kind} {', '.join(part.part.dtype for part in parts)}, not K and V in BF16 or FP16"
+            )
     for name, module in modules.items():
         if getattr(module, "kv_sharing_target_layer_name", None) is not None:
-            return f"layer {name} uses the cache of {module.kv_sharing_target_layer_name}: shared caches are not quantized"
+            return (
+                f"layer {name} uses the cache of {module.kv_sharing_target_layer_name}: shared caches are not quantized"
+            )
     return ""
 
 

@@ -18,25 +18,25 @@ from typing import Any
 
 from vllm.distributed.kv_events import BlockStored
 
-from kvtier.client import Client
-from kvtier.connectors.adapters import Adapters
-from kvtier.connectors.jobs import Load, Run, Save, Seen
-from kvtier.connectors.ranks import Namespace, RankId
-from kvtier.connectors.tickets import Lookup, Shape, Ticket, label
+from kvtier.client.api import Client
+from kvtier.connectors.common.jobs import Load, Run, Save, SeenBefore
+from kvtier.connectors.common.lookups import GroupShape, Lookup, LookupTicket, label
+from kvtier.connectors.common.lora import Adapters
+from kvtier.connectors.common.ranks import EngineNamespace, RankId
+from kvtier.connectors.vllm.engine_namespace import Naming, window_of
 from kvtier.connectors.vllm.events import Expected
-from kvtier.connectors.vllm.naming import Naming, window_of
-from kvtier.connectors.vllm.plan import Plan, Report
-from kvtier.connectors.vllm.settings import Settings
+from kvtier.connectors.vllm.messages import StepPlan, StepReport
 from kvtier.connectors.vllm.stats import KvtierStats
+from kvtier.connectors.vllm.vllm_settings import VllmSettings
 from kvtier.errors import Invalid, KvtierError
-from kvtier.identity import request_context
-from kvtier.layout import Range
+from kvtier.format.identity import request_context
+from kvtier.format.layout import Range
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class Asked:
+class RequestState:
     """One request. `context` None: not cached. `limit`: no token from here on is ever promised. `saved`: blocks planned, per group.
     `tainted`: what it computes may rest on blocks that were not loaded, so it is not saved."""
 
@@ -44,7 +44,7 @@ class Asked:
     context: bytes | None
     saved: list[int]
     limit: int | None = None
-    ticket: Ticket | None = None
+    ticket: LookupTicket | None = None
     offer: int = 0  # the token from which on blocks were promised
     load: tuple[Load, int, int, int] | None = None  # the load, its first and last token, ranks that have not reported
     tainted: bool = False
@@ -53,7 +53,7 @@ class Asked:
 class SchedulerHalf:
     """Everything that `KvtierConnector` does in role SCHEDULER."""
 
-    def __init__(self, config: Any, kv_config: Any, settings: Settings, connect: Callable[[str], Client]) -> None:
+    def __init__(self, config: Any, kv_config: Any, settings: VllmSettings, connect: Callable[[str], Client]) -> None:
         self._config, self._settings, self._connect = config, settings, connect
         transfer = config.kv_transfer_config
         self._loads_allowed, self._saves_allowed = transfer.is_kv_consumer, transfer.is_kv_producer
@@ -67,17 +67,17 @@ class SchedulerHalf:
         self._sync = settings.load == "sync" and not self._all_or_nothing
         self.manager: Any = None  # the engine's cache manager, once there is one
         self._naming: Naming | None = None
-        self._namespace: Namespace | None = None
+        self._namespace: EngineNamespace | None = None
         self._off = ""
         self._lookup: Lookup | None = None
         self._opening: tuple[bytes, dict[RankId, list[Range | None]]] = (b"", {})  # not sent to the workers yet
-        self._requests: dict[str, Asked] = {}
-        self._loads: dict[int, Asked] = {}
+        self._requests: dict[str, RequestState] = {}
+        self._loads: dict[int, RequestState] = {}
         self._planned: list[Load] = []
         self._cancelled: list[int] = []
         self._unsure: set[int] = set()  # sync loads that not every rank has reported
-        self._kept_back: list[tuple[Asked, Save]] = []
-        self._seen = Seen() if settings.save_when == "second_hit" else None
+        self._kept_back: list[tuple[RequestState, Save]] = []
+        self._seen = SeenBefore() if settings.save_when == "second_hit" else None
         self._adapters = Adapters()
         self._generation = b""
         self._next_id = 0
@@ -115,9 +115,12 @@ class SchedulerHalf:
         self._namespace = named = self._naming.namespace(self._tokens, self._hash_tokens)
         client = self._connect(self._settings.socket)
         ns = client.register(named.description)
-        held = [[part for ranks in named.ranges.values() if (part := ranks[group]) is not None] for group in range(len(self._tokens))]
+        held = [
+            [part for ranks in named.ranges.values() if (part := ranks[group]) is not None]
+            for group in range(len(self._tokens))
+        ]
         parts = tuple(tuple(dict.fromkeys(group)) for group in held)
-        self._lookup = Lookup(client, Shape(ns, tuple(self._tokens), tuple(self._windows), parts, self._align))
+        self._lookup = Lookup(client, GroupShape(ns, tuple(self._tokens), tuple(self._windows), parts, self._align))
         self._opening = (named.description.canonical, named.ranges)
         self._expected = Expected([len(group) for group in parts])
         log.info("kvtier is on: mode %s, namespace %s of %s", named.mode, ns.digest.hex()[:16], named.description.model)
@@ -126,7 +129,7 @@ class SchedulerHalf:
 
     def add(self, request: Any) -> None:
         """A new request."""
-        self._requests[request.request_id] = Asked(request, self._context(request), [0] * len(self._tokens))
+        self._requests[request.request_id] = RequestState(request, self._context(request), [0] * len(self._tokens))
 
     def _context(self, request: Any) -> bytes | None:
         """The request context. None where the request cannot be cached: its adapter's weights are not known for certain."""
@@ -134,7 +137,9 @@ class SchedulerHalf:
             return None
         adapter = b""
         if request.lora_request is not None:
-            digest = self._adapters.digest(request.lora_request.lora_int_id, request.lora_request.lora_path, request.lora_request.load_inplace)
+            digest = self._adapters.digest(
+                request.lora_request.lora_int_id, request.lora_request.lora_path, request.lora_request.load_inplace
+            )
             if digest is None:
                 return None
             adapter = digest
@@ -145,9 +150,19 @@ class SchedulerHalf:
     def match(self, request: Any, local: int) -> tuple[int | None, bool]:
         """Tokens that can be loaded beyond the first `local`, and whether between steps. (None, False): ask later. No side effect on the engine."""
         asked = self._requests.get(request.request_id)
-        if asked is None or asked.context is None or not self._loads_allowed or request.skip_reading_prefix_cache or not self._ready:
+        if (
+            asked is None
+            or asked.context is None
+            or not self._loads_allowed
+            or request.skip_reading_prefix_cache
+            or not self._ready
+        ):
             return 0, False
-        known = min(request.num_tokens - 1, len(request.block_hashes) * self._hash_tokens, *([asked.limit] if asked.limit is not None else []))
+        known = min(
+            request.num_tokens - 1,
+            len(request.block_hashes) * self._hash_tokens,
+            *([asked.limit] if asked.limit is not None else []),
+        )
         top = known - known % self._align
         if top <= local:
             return 0, False
@@ -157,8 +172,11 @@ class SchedulerHalf:
             self._drop(asked)
             ticket = None
         if ticket is None:
-            hashes = [self._hashes(request, group, local // tokens, top // tokens) for group, tokens in enumerate(self._tokens)]
-            ticket = asked.ticket = Ticket(local, top, hashes, asked.context)
+            hashes = [
+                self._hashes(request, group, local // tokens, top // tokens)
+                for group, tokens in enumerate(self._tokens)
+            ]
+            ticket = asked.ticket = LookupTicket(local, top, hashes, asked.context)
             self._lookup.ask(ticket)
         end = ticket.answer()
         if end is None:
@@ -190,7 +208,9 @@ class SchedulerHalf:
         runs = []
         for group, tokens in enumerate(self._tokens):
             size = self._block_tokens[group]
-            wanted = [block if at >= low // size else 0 for at, block in enumerate(table[group][: (low + external) // size])]
+            wanted = [
+                block if at >= low // size else 0 for at, block in enumerate(table[group][: (low + external) // size])
+            ]
             first = low // tokens
             per = self._settings.engine_blocks
             entries = [wanted[at * per : (at + 1) * per] for at in range(first, (low + external) // tokens)]
@@ -221,19 +241,21 @@ class SchedulerHalf:
             if load in self._planned and load.sync:
                 self._planned.remove(load)
             else:
-                self._cancelled.append(load.id)  # an async load is reported as received all the same: the engine waits for that
+                self._cancelled.append(
+                    load.id
+                )  # an async load is reported as received all the same: the engine waits for that
         self._drop(asked)
 
-    def _drop(self, asked: Asked) -> None:
+    def _drop(self, asked: RequestState) -> None:
         if asked.ticket is not None and self._lookup is not None:
             self._lookup.drop(asked.ticket)
         asked.ticket = None
 
     # -- steps
 
-    def plan(self, output: Any) -> Plan:
+    def plan(self, output: Any) -> StepPlan:
         """What the workers do in this step."""
-        plan = Plan()
+        plan = StepPlan()
         if not self._ready:
             return plan
         (plan.description, plan.ranges), self._opening = self._opening, (b"", {})
@@ -261,13 +283,15 @@ class SchedulerHalf:
             for group, ids in enumerate(new.block_ids):
                 fence.update(ids[new.num_computed_tokens // self._block_tokens[group] :])
         cached = output.scheduled_cached_reqs
-        for rid, computed, new_ids in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
+        for rid, computed, new_ids in zip(
+            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+        ):
             for group, ids in enumerate(new_ids or ()):
                 fence.update(ids[computed // self._block_tokens[group] :] if rid in cached.resumed_req_ids else ids)
         fence.discard(0)
         return fence
 
-    def _saves(self, output: Any) -> list[tuple[Asked, Save]]:
+    def _saves(self, output: Any) -> list[tuple[RequestState, Save]]:
         """Blocks that are full after this step and were not planned before, local hits among them (what is stored already costs a question)."""
         saves = []
         cached = output.scheduled_cached_reqs
@@ -279,7 +303,11 @@ class SchedulerHalf:
                 continue
             if rid in cached.resumed_req_ids and asked.load is None:
                 asked.saved = [0] * len(self._tokens)
-            full = min(computed[rid] + new_tokens, asked.request.num_tokens, len(asked.request.block_hashes) * self._hash_tokens)
+            full = min(
+                computed[rid] + new_tokens,
+                asked.request.num_tokens,
+                len(asked.request.block_hashes) * self._hash_tokens,
+            )
             table = None
             for group, tokens in enumerate(self._tokens):
                 low, high = asked.saved[group], full // tokens
@@ -292,7 +320,7 @@ class SchedulerHalf:
                     saves.append((asked, save))
         return saves
 
-    def _save(self, asked: Asked, group: int, low: int, high: int, table: list[int]) -> Save | None:
+    def _save(self, asked: RequestState, group: int, low: int, high: int, table: list[int]) -> Save | None:
         per = self._settings.engine_blocks
         run = Run(group)
         for at, hash_ in enumerate(self._hashes(asked.request, group, low, high), low):
@@ -311,7 +339,7 @@ class SchedulerHalf:
 
     # -- what came back
 
-    def learn(self, report: Report | None) -> None:
+    def learn(self, report: StepReport | None) -> None:
         """The ranks' reports of one step."""
         if report is None:
             return

@@ -11,7 +11,7 @@ from typing import Any
 from prometheus_client import Counter, Gauge
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvtier.connectors.counters import COUNTERS, GAUGES
+from kvtier.connectors.common.counters import COUNTERS, GAUGES
 
 
 @dataclass
@@ -45,13 +45,24 @@ class KvtierStats(KVConnectorStats):
 class KvtierPromMetrics(KVConnectorPromMetrics):
     """vllm:kvtier_* counters and gauges, per engine."""
 
-    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]) -> None:
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics: dict[str, Any] = {}
-        for table, kind, options in ((COUNTERS, metric_types[Counter], {}), (GAUGES, metric_types[Gauge], {"multiprocess_mode": "mostrecent"})):
+        for table, kind, options in (
+            (COUNTERS, metric_types[Counter], {}),
+            (GAUGES, metric_types[Gauge], {"multiprocess_mode": "mostrecent"}),
+        ):
             for name, (meaning, label) in table.items():
                 names = [*labelnames, label] if label else labelnames
-                self._metrics[name] = kind(name=f"vllm:kvtier_{name}", documentation=meaning, labelnames=names, **options)
+                self._metrics[name] = kind(
+                    name=f"vllm:kvtier_{name}", documentation=meaning, labelnames=names, **options
+                )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Adds one collection's sums."""

@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
-from kvtier.client import Client
-from kvtier.connectors.jobs import Load
-from kvtier.connectors.mover import Mover
-from kvtier.connectors.quantizing import QuantizedCaches
-from kvtier.connectors.ranks import refusal
-from kvtier.connectors.vllm.caches import Rank, inspect
-from kvtier.connectors.vllm.plan import Plan, Report
-from kvtier.connectors.vllm.settings import Settings
+from kvtier.client.api import Client
+from kvtier.connectors.common.jobs import Load
+from kvtier.connectors.common.mover import Mover
+from kvtier.connectors.common.quantizing import QuantizedCaches
+from kvtier.connectors.common.ranks import refusal
+from kvtier.connectors.vllm.engine_caches import Rank, inspect
+from kvtier.connectors.vllm.messages import StepPlan, StepReport
 from kvtier.connectors.vllm.stats import KvtierStats
+from kvtier.connectors.vllm.vllm_settings import VllmSettings
 from kvtier.errors import KvtierError
-from kvtier.identity import parse_description
+from kvtier.format.identity import parse_description
 
 # A step that computes nothing may wait so long for a load. The engine has nothing else to do but to ask again at once, without a pause, and what
 # it asks takes the interpreter's lock from the threads that load: each of their copies then waited up to 5 ms to get it back.
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 class WorkerHalf:
     """Everything that `KvtierConnector` does in role WORKER."""
 
-    def __init__(self, config: Any, kv_config: Any, settings: Settings, connect: Callable[[str], Client]) -> None:
+    def __init__(self, config: Any, kv_config: Any, settings: VllmSettings, connect: Callable[[str], Client]) -> None:
         self._config, self._kv_config, self._settings, self._connect = config, kv_config, settings, connect
         tp, pp = config.parallel_config.tensor_parallel_size, config.parallel_config.pipeline_parallel_size
         self._rank = (config.parallel_config.rank // tp % pp, config.parallel_config.rank % tp)
@@ -43,7 +43,7 @@ class WorkerHalf:
         self._bad: set[int] = set()
         self._idle = False  # the step under way computes nothing
         self._lock = threading.Lock()  # around what threads count and report
-        self._report = Report()
+        self._report = StepReport()
         self._stats = KvtierStats()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -57,7 +57,7 @@ class WorkerHalf:
         except KvtierError as error:
             self.handshake = refusal(str(error))
 
-    def _open(self, plan: Plan) -> None:
+    def _open(self, plan: StepPlan) -> None:
         """The namespace has come. Where it does not fit the caches, this rank stays out."""
         assert self._caches is not None
         client = self._connect(self._settings.socket)
@@ -69,17 +69,19 @@ class WorkerHalf:
         except KvtierError as error:
             log.error("kvtier is OFF on rank %s: %s", self._rank, error)
             return
-        self.mover = Mover(client, ns, self._caches.groups, ranges, self._settings.save_bytes_per_second, self._count, self._stored)
+        self.mover = Mover(
+            client, ns, self._caches.groups, ranges, self._settings.save_bytes_per_second, self._count, self._stored
+        )
         atexit.register(self.mover.close)  # an engine inside this process may end without a word
 
-    def fence(self, plan: Plan) -> None:
+    def fence(self, plan: StepPlan) -> None:
         """Before the step."""
         if plan.description and self.mover is None:
             self._open(plan)
         if plan.fence and self.mover is not None:
             self.mover.fence(plan.fence)
 
-    def start_loads(self, plan: Plan) -> None:
+    def start_loads(self, plan: StepPlan) -> None:
         """Starts the step's loads, and waits for those that it needs."""
         if self.mover is None:
             self._refused += plan.loads
@@ -89,7 +91,7 @@ class WorkerHalf:
         for id_ in plan.cancelled:
             self.mover.cancel(id_)
 
-    def start_saves(self, plan: Plan) -> None:
+    def start_saves(self, plan: StepPlan) -> None:
         """After the step: queues what it has filled."""
         if self.mover is None or self._caches is None or not plan.saves:
             return
@@ -128,10 +130,10 @@ class WorkerHalf:
         bad, self._bad = self._bad, set()
         return bad
 
-    def take_report(self) -> Report | None:
+    def take_report(self) -> StepReport | None:
         """What became of loads and saves since the last call."""
         with self._lock:
-            report, self._report = self._report, Report()
+            report, self._report = self._report, StepReport()
         return report if report.loads or report.saves else None
 
     def take_stats(self) -> KvtierStats | None:

@@ -1,0 +1,1 @@
+"""What an engine holds: `kvtier.Client`, its two transports, and the mapping of the arena."""

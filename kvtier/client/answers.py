@@ -1,0 +1,236 @@
+"""What calls take and give back, whatever carries them: registered namespaces, answers with reasons, leases and fills, and how long lists are split.
+
+Reads and writes never raise for a fault of the service: they answer less, with a reason. Only a caller's mistake raises (Invalid). No I/O here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import numpy as np
+import numpy.typing as npt
+from google.protobuf.message import Message
+
+from kvtier.errors import Invalid
+from kvtier.format.identity import NO_CONTEXT, Description
+from kvtier.format.layout import Extents, Range
+from kvtier.protocol.limits import KEYS_PER_CALL, MAX_RUNS
+from kvtier.protocol.v1 import kvtier_pb2 as pb
+
+Body = npt.NDArray[np.uint8]
+Hashes = bytes | Sequence[bytes]
+
+WHOLE = Range()
+
+
+class Answer(int):
+    """A number with the reason why it is not larger ("" if it is all that was asked for)."""
+
+    reason: str
+
+    def __new__(cls, value: int, reason: str = "") -> Answer:
+        made = super().__new__(cls, value)
+        made.reason = reason
+        return made
+
+
+class Bodies(list[Body]):
+    """Private copies of block bodies, a leading part, with the reason why it ends where it does."""
+
+    reason: str = ""
+
+
+class RegisteredNamespace:
+    """A namespace as this client uses it. Made by `Client.register`; remembers the daemon's handle for it, which a restart voids."""
+
+    def __init__(self, description: Description) -> None:
+        self.description = description
+        self.digest = description.digest
+        self.canonical = description.canonical
+        self.hash_bytes = description.hashing.nbytes
+        self._handle: tuple[int, int] | None = None  # (boot id, handle)
+        self._resolved: dict[Range, tuple[tuple[int, int, int, int, int], Extents]] = {}
+
+    def extents(self, range_: Range = WHOLE) -> Extents:
+        """Sizes and offsets of a block of this range. Raises Invalid outside the layout."""
+        return self.resolve(range_)[1]
+
+    def resolve(self, range_: Range) -> tuple[tuple[int, int, int, int, int], Extents]:
+        """(group, layer_lo, layer_hi, head_lo, head_hi) and extents; cached."""
+        found = self._resolved.get(range_)
+        if found is None:
+            layout = self.description.layout
+            found = (layout.resolve(range_), layout.extents(range_))
+            if len(self._resolved) < 4096:
+                self._resolved[range_] = found
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceInfo:
+    """A namespace as the daemon lists it. Digests have 32 bytes, `description` is the same for every tenant; `nbytes` are of sealed blocks.
+
+    `ttl`: seconds after which a block that nobody puts or uses is forgotten; 0: never.
+    """
+
+    namespace: bytes
+    description: bytes
+    tenant: str
+    model: str
+    revision: str
+    blocks: int
+    nbytes: int
+    ttl: int
+
+    @classmethod
+    def of(cls, message: pb.NamespaceInfo) -> NamespaceInfo:
+        """Out of its message."""
+        return cls(
+            message.namespace,
+            message.description,
+            message.tenant,
+            message.model,
+            message.revision,
+            message.blocks,
+            message.bytes,
+            message.ttl,
+        )
+
+
+class Lease(Sequence[Body]):
+    """The warm leading part of a list of blocks: read-only uint8 views of their bodies. Use as a context manager; views are void after exit.
+
+    reason    why it is shorter than asked; stop: the same as the daemon's number
+    """
+
+    reason: str
+    stop: int
+
+    def __enter__(self) -> Self:
+        raise NotImplementedError
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        raise NotImplementedError
+
+
+class Fill(Sequence[Body | None]):
+    """Reserved slots as writable uint8 views of bodies; None where a block is present already, or where nothing could be reserved.
+
+    The writer writes the whole body, padding included (`docs/format.md`). After a clean exit `sealed` says how many leading blocks are known;
+    `reason` says why not all.
+    """
+
+    reason: str
+    sealed: int
+
+    def __enter__(self) -> Self:
+        raise NotImplementedError
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        raise NotImplementedError
+
+
+class Transport(Protocol):
+    """What carries a client's calls: `local` (the lane and the mapped arena) or `remote` (gRPC). Deadline None: the transport's default."""
+
+    def call(self, ns: RegisteredNamespace | None, verb: int, request: Message, deadline: float) -> bytes:
+        """One call; within a namespace its handle is filled in, registered where need be. Raises KvtierError of any kind."""
+
+    def lease(
+        self, ns: RegisteredNamespace, hashes: Hashes, range_: Range, context: bytes, deadline: float | None
+    ) -> Lease:
+        """See Client.lease."""
+
+    def fill(
+        self, ns: RegisteredNamespace, hashes: Hashes, range_: Range, context: bytes, deadline: float | None
+    ) -> Fill:
+        """See Client.fill."""
+
+    def get(
+        self,
+        ns: RegisteredNamespace,
+        hashes: Hashes,
+        range_: Range,
+        context: bytes,
+        deadline: float,
+        into: Sequence[Body] | None = None,
+    ) -> Bodies:
+        """See Client.get."""
+
+    def put(
+        self,
+        ns: RegisteredNamespace,
+        hashes: Hashes,
+        bodies: Sequence[Any],
+        range_: Range,
+        context: bytes,
+        deadline: float,
+    ) -> Answer:
+        """See Client.put. Sizes are checked already."""
+
+    def close(self) -> None:
+        """Ends the session."""
+
+
+def join(ns: RegisteredNamespace, hashes: Hashes) -> bytes:
+    """Concatenated hashes. Raises Invalid if one has the wrong length."""
+    if isinstance(hashes, bytes | bytearray | memoryview):
+        raw = bytes(hashes)
+        if len(raw) % ns.hash_bytes:
+            raise Invalid(f"{len(raw)} bytes of hashes are not a multiple of {ns.hash_bytes}")
+        return raw
+    if any(len(one) != ns.hash_bytes for one in hashes):
+        raise Invalid(f"a content hash of this namespace has {ns.hash_bytes} bytes")
+    return b"".join(hashes)
+
+
+def split(ns: RegisteredNamespace, hashes: Hashes, keys: int = KEYS_PER_CALL) -> list[bytes]:
+    """Concatenated hashes in parts of at most `keys`."""
+    raw, step = join(ns, hashes), keys * ns.hash_bytes
+    if len(raw) <= step:
+        return [raw] if raw else []
+    return [raw[at : at + step] for at in range(0, len(raw), step)]
+
+
+def count(ns: RegisteredNamespace, hashes: Hashes) -> int:
+    """The number of hashes."""
+    return len(hashes) // ns.hash_bytes if isinstance(hashes, bytes | bytearray | memoryview) else len(hashes)
+
+
+def batches(parts: Iterable[tuple[int, bytes, int]], most: int) -> Iterator[list[tuple[int, bytes, int]]]:
+    """Groups entries so that no group has more than `most` keys or 256 runs."""
+    batch: list[tuple[int, bytes, int]] = []
+    total = 0
+    for entry in parts:
+        if batch and (total + entry[2] > most or len(batch) == MAX_RUNS):
+            yield batch
+            batch, total = [], 0
+        batch.append(entry)
+        total += entry[2]
+    if batch:
+        yield batch
+
+
+def context_field(context: bytes) -> bytes:
+    """A request context as it travels: nothing where there is none."""
+    if len(context) != 32:
+        raise Invalid(f"a request context has 32 bytes (identity.request_context makes one), not {len(context)}")
+    return b"" if context == NO_CONTEXT else context
+
+
+def waiting(deadline: float) -> int:
+    """Milliseconds that the daemon may wait for a lower tier, so that its answer still comes within the deadline."""
+    return max(1, int(deadline * 800))
+
+
+def range_fields(ns: RegisteredNamespace, range_: Range) -> dict[str, Any]:
+    """A range as the fields of Keys and Run."""
+    group, layer_lo, layer_hi, head_lo, head_hi = ns.resolve(range_)[0]
+    return {"group": group, "layer_lo": layer_lo, "layer_hi": layer_hi, "head_lo": head_lo, "head_hi": head_hi}

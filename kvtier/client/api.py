@@ -1,0 +1,466 @@
+"""The client library: what an engine, a connector or a script holds.
+
+    client = kvtier.Client("unix:/run/kvtier/kvtier.sock")
+    ns = client.register(description)
+    with client.fill(ns, hashes) as slots: ...      # reserve; sealed on a clean exit, aborted on an exception
+    with client.lease(ns, hashes) as blocks: ...    # the warm leading part, pinned until exit
+
+The same calls over the lane (bytes by reference) and over gRPC (bytes copied): the address chooses, and a lane whose memory cannot be mapped
+gives way to gRPC. Reads and writes never raise for a fault of the service: they answer less, with a reason (`.reason`). Only a caller's mistake
+raises (Invalid). Every call has a deadline. Thread-safe and fork-safe: a child process connects anew by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from google.protobuf.message import DecodeError, Message
+
+from kvtier.client.answers import (
+    WHOLE,
+    Answer,
+    Bodies,
+    Body,
+    Fill,
+    Hashes,
+    Lease,
+    NamespaceInfo,
+    RegisteredNamespace,
+    Transport,
+    batches,
+    context_field,
+    count,
+    range_fields,
+    split,
+    waiting,
+)
+from kvtier.client.connection import Unmappable
+from kvtier.client.unix import UnixTransport
+from kvtier.errors import Invalid, KvtierError, Unavailable
+from kvtier.format.identity import NO_CONTEXT, Description
+from kvtier.format.layout import Range
+from kvtier.protocol.addresses import grpc_beside
+from kvtier.protocol.frames import Verb
+from kvtier.protocol.limits import BULK, CONTROL, KEYS_PER_CALL, LOOKUP
+from kvtier.protocol.stops import PRESENT, TEXTS
+from kvtier.protocol.v1 import kvtier_pb2 as pb
+
+if TYPE_CHECKING:
+    from kvtier.client.grpc import GrpcTransport
+
+__all__ = [
+    "PRESENT",
+    "WHOLE",
+    "Answer",
+    "Bodies",
+    "Body",
+    "Client",
+    "Fill",
+    "Hashes",
+    "Lease",
+    "NamespaceInfo",
+    "RegisteredNamespace",
+]
+
+AGAIN = 0.001  # seconds until a lookup asks again that was told "later", doubled each time that brings nothing new
+LANE_AGAIN = 60.0  # seconds after which a client that fell back to gRPC tries the lane again: descriptors or memory may only have been short
+
+M = TypeVar("M", bound=Message)
+log = logging.getLogger(__name__)
+
+
+class Client:
+    """One session with the daemon at `address`. Connects on first use and again after a loss; an absent daemon raises nothing.
+
+    address   "unix:/path/to/kvtier.sock" or a path   the lane, for processes on the daemon's host
+              "grpc+unix:/path"                       gRPC on a Unix socket
+              "grpc://host:port"                      gRPC in clear, for loopback or a tunnel
+              "grpcs://host:port"                     gRPC over TLS
+    token     what the daemon's token file knows this client by; needed on TCP
+    ca        PEM file of the authorities that may have signed the daemon's certificate (grpcs); None: the system's
+    cert, key PEM files of this client's own certificate, where the daemon asks for one
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        token: str | None = None,
+        ca: str | None = None,
+        cert: str | None = None,
+        key: str | None = None,
+    ) -> None:
+        scheme, rest = _parse(address)
+        self._lock = threading.Lock()
+        self._lane_again = 0.0
+        self._local: UnixTransport | None = None
+        self._remote: GrpcTransport | None = None
+        if scheme == "unix":
+            if token or ca or cert or key:
+                raise Invalid("the lane takes no token and no certificate: the kernel says who connects")
+            self._local = UnixTransport(rest)
+            self._connection = self._local.connection
+        else:
+            self._remote = _remote(scheme, rest, token=token, ca=ca, cert=cert, key=key)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the session. Open leases stay valid to read until they exit; open fills are lost."""
+        for transport in (self._local, self._remote):
+            if transport is not None:
+                transport.close()
+
+    def register(self, description: Description) -> RegisteredNamespace:
+        """A namespace to use in calls. Does no I/O: the daemon hears of it with the first call."""
+        return RegisteredNamespace(description)
+
+    @property
+    def lost_blocks(self) -> int:
+        """Blocks that came over gRPC and failed their check, so far. They were answered as misses."""
+        return self._remote.lost_blocks if self._remote is not None else 0
+
+    # -- reading
+
+    def lookup(
+        self,
+        ns: RegisteredNamespace,
+        hashes: Hashes,
+        *,
+        range_: Range = WHOLE,
+        context: bytes = NO_CONTEXT,
+        deadline: float = LOOKUP,
+    ) -> Answer:
+        """The number of leading blocks the service knows, in any tier. No side effects."""
+        return self.lookup_runs(ns, [(range_, hashes)], context=context, deadline=deadline)[0]
+
+    def lookup_runs(
+        self,
+        ns: RegisteredNamespace,
+        runs: Sequence[tuple[Range, Hashes]],
+        *,
+        context: bytes = NO_CONTEXT,
+        deadline: float = LOOKUP,
+    ) -> list[Answer]:
+        """`lookup` for several runs of hashes, each in its own range: leading known blocks per run."""
+        until = time.monotonic() + deadline
+        known = [0] * len(runs)
+        reason = ["miss"] * len(runs)
+        parts = [(i, part, count(ns, part)) for i, (_, hashes) in enumerate(runs) for part in split(ns, hashes)]
+        ended: set[int] = set()
+        try:
+            for batch in batches(parts, KEYS_PER_CALL):
+                asked = [entry for entry in batch if entry[0] not in ended]
+                request = pb.LookupRequest(context=context_field(context))
+                for i, part, _ in asked:
+                    request.run.append(pb.Run(hashes=part, **range_fields(ns, runs[i][0])))
+                reply = self._ask(pb.LookupReply, ns, Verb.LOOKUP, request, deadline)
+                pause = AGAIN
+                while reply.later and time.monotonic() + pause < until:
+                    time.sleep(pause)
+                    before, reply = (
+                        reply,
+                        self._ask(pb.LookupReply, ns, Verb.LOOKUP, request, max(0.001, until - time.monotonic())),
+                    )
+                    pause = AGAIN if sum(reply.known) > sum(before.known) else 2 * pause
+                if len(reply.known) != len(asked):
+                    raise Unavailable(f"the daemon answers {len(reply.known)} runs of {len(asked)}")
+                for (i, _, n), found in zip(asked, reply.known, strict=True):
+                    known[i] += found
+                    if found < n:
+                        ended.add(i)
+        except Invalid:
+            raise
+        except KvtierError as error:
+            reason = [str(error)] * len(runs)
+            ended |= set(range(len(runs)))
+        totals = [count(ns, hashes) for _, hashes in runs]
+        return [Answer(n, "" if n == total else why) for n, total, why in zip(known, totals, reason, strict=True)]
+
+    def lease(
+        self,
+        ns: RegisteredNamespace,
+        hashes: Hashes,
+        *,
+        range_: Range = WHOLE,
+        context: bytes = NO_CONTEXT,
+        deadline: float | None = None,
+    ) -> Lease:
+        """A context manager over the warm leading part: read-only body views that stay valid and unchanged until exit.
+
+        Over gRPC these are private copies, which arrive on entry. The deadline is 0.25 s on the lane and 5 s over gRPC if none is given.
+        """
+        return self._transport(deadline or CONTROL).lease(ns, hashes, range_, context, deadline)
+
+    def get(
+        self,
+        ns: RegisteredNamespace,
+        hashes: Hashes,
+        *,
+        range_: Range = WHOLE,
+        context: bytes = NO_CONTEXT,
+        deadline: float = BULK,
+        into: Sequence[Body] | None = None,
+    ) -> Bodies:
+        """Private copies of the leading part; what is cold is brought up and waited for. What came over gRPC has been checked, key and every byte.
+
+        into   where to copy to, a writable uint8 array of `extents.body_bytes` per hash, as of a staging buffer; the answer is the leading part of
+               these. What stands in those behind it is not said. Without it each copy is fresh memory, which costs a page fault per 4 KiB.
+        """
+        if into is not None:
+            _check_buffers(into, count(ns, hashes), ns.extents(range_).body_bytes)
+        return self._transport(deadline).get(ns, hashes, range_, context, deadline, into)
+
+    # -- writing
+
+    def fill(
+        self,
+        ns: RegisteredNamespace,
+        hashes: Hashes,
+        *,
+        range_: Range = WHOLE,
+        context: bytes = NO_CONTEXT,
+        deadline: float | None = None,
+    ) -> Fill:
+        """A context manager over reserved slots: writable body views, None where the block is present or nothing could be reserved.
+
+        Over gRPC these are private buffers, put on a clean exit. Deadlines as for `lease`.
+        """
+        return self._transport(deadline or CONTROL).fill(ns, hashes, range_, context, deadline)
+
+    def put(
+        self,
+        ns: RegisteredNamespace,
+        hashes: Hashes,
+        bodies: Sequence[Any],
+        *,
+        range_: Range = WHOLE,
+        context: bytes = NO_CONTEXT,
+        deadline: float = BULK,
+    ) -> Answer:
+        """Copies these bodies (uint8 buffers of `extents.body_bytes`) in. Returns how many are known now, counted from the front."""
+        if count(ns, hashes) != len(bodies):
+            raise Invalid(f"{count(ns, hashes)} hashes for {len(bodies)} bodies")
+        nbytes = ns.extents(range_).body_bytes
+        for body in bodies:
+            view = memoryview(body)
+            if view.nbytes != nbytes or not view.c_contiguous:
+                raise Invalid(
+                    f"a body of this range is one run of {nbytes} bytes, not {view.nbytes} bytes of shape {view.shape}"
+                )
+        return self._transport(deadline).put(ns, hashes, bodies, range_, context, deadline)
+
+    def delete(
+        self,
+        ns: RegisteredNamespace,
+        hashes: Hashes,
+        *,
+        range_: Range = WHOLE,
+        context: bytes = NO_CONTEXT,
+        deadline: float = CONTROL,
+    ) -> Answer:
+        """Makes the service forget these blocks. Returns how many it knew."""
+        return self._count(Verb.DELETE, ns, hashes, range_, context, deadline, degrade=True)
+
+    def prefetch(
+        self,
+        ns: RegisteredNamespace,
+        hashes: Hashes,
+        *,
+        range_: Range = WHOLE,
+        context: bytes = NO_CONTEXT,
+        deadline: float = CONTROL,
+    ) -> Answer:
+        """Starts bringing cold blocks into memory and returns at once: how many are on their way (0 where there is no lower tier)."""
+        return self._count(Verb.PREFETCH, ns, hashes, range_, context, deadline, degrade=True)
+
+    def flush(
+        self,
+        ns: RegisteredNamespace,
+        hashes: Hashes,
+        *,
+        range_: Range = WHOLE,
+        context: bytes = NO_CONTEXT,
+        deadline: float = BULK,
+    ) -> Answer:
+        """Waits until these blocks are settled in a lower tier. Returns how many leading ones are (0 where there is no lower tier)."""
+        return self._count(Verb.FLUSH, ns, hashes, range_, context, deadline, degrade=True)
+
+    # -- operators: these raise everything
+
+    def explain(self, description: Description, *, deadline: float = BULK) -> list[str]:
+        """How the nearest namespace of this model that the daemon knows differs: a line per field. Empty: known, or no such model."""
+        request = pb.ExplainRequest(description=description.canonical)
+        return list(self._ask(pb.ExplainReply, None, Verb.EXPLAIN, request, deadline).line)
+
+    def status(self, *, check_integrity: bool = False, deadline: float = BULK) -> dict[str, Any]:
+        """Gauges and counters of the daemon."""
+        request = pb.StatusRequest(check_integrity=check_integrity)
+        status: dict[str, Any] = json.loads(self._ask(pb.StatusReply, None, Verb.STATUS, request, deadline).json)
+        return status
+
+    def list_namespaces(self, *, deadline: float = BULK) -> list[NamespaceInfo]:
+        """The namespaces of the caller's tenant; of all tenants for an admin."""
+        reply = self._ask(pb.ListReply, None, Verb.LIST, pb.ListRequest(), deadline)
+        return [NamespaceInfo.of(one) for one in reply.namespace]
+
+    def show(self, name: str, *, deadline: float = BULK) -> tuple[NamespaceInfo, dict[str, Any]]:
+        """A namespace by the beginning of its digest (hex): what `list_namespaces` says, and its description as plain data."""
+        reply = self._ask(pb.ShowReply, None, Verb.SHOW, pb.ShowRequest(name=name), deadline)
+        return NamespaceInfo.of(reply.info), json.loads(reply.description)
+
+    def diff(self, stored: str, live: str, *, deadline: float = BULK) -> list[str]:
+        """The fields in which two namespaces differ, a line each."""
+        reply = self._ask(pb.ExplainReply, None, Verb.DIFF, pb.DiffRequest(stored=stored, live=live), deadline)
+        return list(reply.line)
+
+    def drop(self, name: str, *, deadline: float = BULK) -> int:
+        """Forgets a namespace and its blocks. Returns how many blocks those were. Needs role admin."""
+        return self._ask(pb.Count, None, Verb.DROP, pb.DropRequest(name=name), deadline).n
+
+    def set_ttl(self, name: str, seconds: int, *, deadline: float = BULK) -> NamespaceInfo:
+        """Lets a namespace's blocks be forgotten once nobody has put or used them for so long; 0: never. Needs role admin."""
+        if not 0 <= seconds < 2**32:
+            raise Invalid(f"a time-to-live of {seconds} seconds: write a number of seconds, or 0 for none")
+        return NamespaceInfo.of(
+            self._ask(pb.NamespaceInfo, None, Verb.TTL, pb.TtlRequest(name=name, seconds=seconds), deadline)
+        )
+
+    def pin(
+        self,
+        ns: RegisteredNamespace,
+        hashes: Hashes,
+        *,
+        range_: Range = WHOLE,
+        context: bytes = NO_CONTEXT,
+        deadline: float = BULK,
+    ) -> Answer:
+        """Keeps the leading known blocks from eviction until `unpin`, at most a tenth of the arena. Needs role admin."""
+        return self._count(Verb.PIN, ns, hashes, range_, context, deadline)
+
+    def unpin(
+        self,
+        ns: RegisteredNamespace,
+        hashes: Hashes,
+        *,
+        range_: Range = WHOLE,
+        context: bytes = NO_CONTEXT,
+        deadline: float = BULK,
+    ) -> Answer:
+        """Ends pins. Returns how many of these blocks were pinned. Needs role admin."""
+        return self._count(Verb.UNPIN, ns, hashes, range_, context, deadline)
+
+    # -- inside
+
+    def _transport(self, deadline: float) -> Transport:
+        """The lane, or gRPC: by address, and where the daemon's memory cannot be mapped. Connects a lane that is not; never raises."""
+        local, remote = self._local, self._remote
+        if remote is not None and (local is None or time.monotonic() < self._lane_again):
+            return remote
+        assert local is not None
+        try:
+            local.attach(deadline)
+        except Unmappable as error:
+            return self._fall_back(local, error)
+        except KvtierError:
+            pass  # the call itself will say so
+        else:
+            if remote is not None:
+                self._remote = None
+                remote.close()
+        return local
+
+    def _fall_back(self, local: UnixTransport, error: Unmappable) -> GrpcTransport:
+        with self._lock:
+            self._lane_again = time.monotonic() + LANE_AGAIN
+            if self._remote is None:
+                path = grpc_beside(local.connection.path)
+                log.warning("kvtier: %s; using gRPC on %s instead: bytes are copied", error, path)
+                self._remote = _remote("grpc+unix", path)
+            return self._remote
+
+    def _ask(self, kind: type[M], ns: RegisteredNamespace | None, verb: int, request: Message, deadline: float) -> M:
+        """One call and its answer. Raises KvtierError of any kind."""
+        raw = self._transport(deadline).call(ns, verb, request, deadline)
+        try:
+            return kind.FromString(raw)
+        except DecodeError:
+            raise Unavailable(
+                "the daemon's answer cannot be read: it was garbled on its way, or is of another version"
+            ) from None
+
+    def _count(
+        self,
+        verb: int,
+        ns: RegisteredNamespace,
+        hashes: Hashes,
+        range_: Range,
+        context: bytes,
+        deadline: float,
+        *,
+        degrade: bool = False,
+    ) -> Answer:
+        """Sum of a verb's counts over the parts of a long list. `degrade`: a fault of the service ends the sum with a reason."""
+        total, reason, until = 0, "", time.monotonic() + deadline
+        try:
+            for part in split(ns, hashes):
+                request = pb.Keys(context=context_field(context), hashes=part, **range_fields(ns, range_))
+                if verb == Verb.FLUSH:
+                    deadline = max(0.001, until - time.monotonic())  # one for all parts
+                    request.wait_ms = waiting(deadline)
+                reply = self._ask(pb.Count, ns, verb, request, deadline)
+                total += reply.n
+                reason = TEXTS.get(reply.stop, "")
+                if verb in (Verb.PIN, Verb.FLUSH) and reason:
+                    break  # these count a leading part
+        except KvtierError as error:
+            if not degrade or isinstance(error, Invalid):
+                raise
+            reason = str(error)
+        return Answer(total, reason)
+
+
+def _check_buffers(buffers: Sequence[Body], n: int, nbytes: int) -> None:
+    if len(buffers) != n:
+        raise Invalid(f"{n} hashes and {len(buffers)} buffers to copy into")
+    for one in buffers:
+        if one.dtype != np.uint8 or one.shape != (nbytes,) or not one.flags.writeable:
+            raise Invalid(
+                f"a buffer of this range is a writable array of {nbytes} uint8, not {one.dtype} of shape {one.shape}"
+            )
+
+
+def _remote(scheme: str, rest: str, **locks: Any) -> GrpcTransport:
+    from kvtier.client.grpc import GrpcTransport
+    from kvtier.client.grpc_channel import (
+        GrpcChannel,  # a client of the lane does without grpc: 0.1 s of importing, and its threads
+    )
+
+    return GrpcTransport(GrpcChannel(scheme, rest, **locks))
+
+
+def _parse(address: str) -> tuple[str, str]:
+    """(scheme, path or host:port). Raises Invalid."""
+    for scheme in ("unix", "grpc+unix", "grpc", "grpcs"):
+        if address.startswith(f"{scheme}:"):
+            rest = address[len(scheme) + 1 :]
+            if scheme in ("grpc", "grpcs"):
+                rest = rest[2:] if rest.startswith("//") else ""
+            break
+    else:
+        scheme, rest = "unix", address if address.startswith(("/", ".")) or ":" not in address else ""
+    if not rest:
+        raise Invalid(
+            f"{address!r:.200} is not an address this client knows: write unix:/path/to/kvtier.sock or grpcs://host:port"
+        )
+    return scheme, rest

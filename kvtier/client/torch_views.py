@@ -1,0 +1,85 @@
+"""torch views of the parts and scales inside a block's body: what `kvtier.format.views` gives, in torch's own number formats. Nothing is copied.
+
+A view of a leased block is valid until its lease ends and must not be written: the mapping may be read-only, and then the process dies of
+it. One of a reserved slot is valid until it is sealed. Any thread may call. This file and `kvtier.workbench` alone import torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvtier.errors import Invalid
+from kvtier.format.layout import ITEM_BYTES, SCALE_BYTES, Extents
+from kvtier.format.views import check_body, part_of
+
+DTYPES = {
+    "e4m3fn": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+    "e4m3fnuz": torch.float8_e4m3fnuz,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "u8": torch.uint8,
+}
+
+
+def body_tensor(body: NDArray[np.uint8], extents: Extents) -> torch.Tensor:
+    """A body as a uint8 tensor over the same bytes, which it keeps alive. Where many views follow, give it to the functions below.
+
+    torch has no read-only tensors and warns about read-only arrays; a ctypes array at the same address keeps the body and spares the warning.
+    """
+    check_body(body, extents)
+    raw = (ctypes.c_uint8 * extents.body_bytes).from_address(body.__array_interface__["data"][0])
+    raw.body = body  # type: ignore[attr-defined]
+    return torch.frombuffer(raw, dtype=torch.uint8)
+
+
+def part_tensor(body: NDArray[np.uint8] | torch.Tensor, extents: Extents, layer: int, part: int) -> torch.Tensor:
+    """Elements of one part, [heads, tokens, width], in the part's number format; of an opaque group its bytes, [1, 1, bytes].
+
+    `layer` counts within the range. Raises Invalid for a body of another size.
+    """
+    spec = part_of(extents, layer, part)
+    row = spec.width * ITEM_BYTES[spec.dtype]
+    tokens = 1 if extents.group.kind == "opaque" else extents.group.tokens
+    return _view(body, extents, (tokens, row), (row, 1), extents.data[layer][part], DTYPES[spec.dtype])
+
+
+def scale_tensor(body: NDArray[np.uint8] | torch.Tensor, extents: Extents, layer: int, part: int) -> torch.Tensor:
+    """Scales of one part, [heads, scale_count] (`layout.Group.scale_count`; none for a native part), in the format of the part's scales.
+
+    `layer` counts within the range. Raises Invalid for a body of another size, and where 4-byte scales do not stand on a multiple of 4 (they
+    follow an odd number of 2-byte ones): torch cannot view these.
+    """
+    spec = part_of(extents, layer, part)
+    start, size = extents.scales[layer][part], SCALE_BYTES[spec.scale_dtype]
+    if start % size:
+        raise Invalid(
+            f"scales of {spec.name} start at byte {start}: torch needs a multiple of {size}. kvtier.format.views.scale_view reads them"
+        )
+    return _view(body, extents, (extents.group.scale_bytes(spec),), (1,), start, DTYPES[spec.scale_dtype])
+
+
+def _view(
+    body: NDArray[np.uint8] | torch.Tensor,
+    extents: Extents,
+    inner: tuple[int, ...],
+    strides: tuple[int, ...],
+    start: int,
+    dtype: Any,
+) -> torch.Tensor:
+    """`inner`, `strides` and `start` count bytes."""
+    if not isinstance(body, torch.Tensor):
+        body = body_tensor(body, extents)
+    elif body.dtype != torch.uint8 or tuple(body.shape) != (extents.body_bytes,) or not body.is_contiguous():
+        raise Invalid(
+            f"the body of this range is a contiguous run of {extents.body_bytes} uint8, not {body.dtype} of shape {tuple(body.shape)}"
+        )
+    heads = extents.heads[1] - extents.heads[0]
+    # as_strided counts from the start of the storage, not of the tensor.
+    return body.as_strided((heads, *inner), (extents.head_stride, *strides), body.storage_offset() + start).view(dtype)

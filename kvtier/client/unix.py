@@ -1,0 +1,376 @@
+"""The lane as a client's transport: blocks by reference in the mapped arena, copies at the speed of memory.
+
+Handles are registered where a call needs one, and again after a restart of the daemon. The session, its sockets and the mapping are
+`connection`'s business. Thread-safe; a lease or fill belongs to one thread at a time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
+
+from kvtier.client.answers import (
+    Answer,
+    Bodies,
+    Body,
+    Fill,
+    Hashes,
+    Lease,
+    RegisteredNamespace,
+    context_field,
+    count,
+    join,
+    range_fields,
+    split,
+)
+from kvtier.client.batch import Batch
+from kvtier.client.connection import Attachment, Connection
+from kvtier.errors import Invalid, KvtierError, Stale, Unavailable
+from kvtier.format.layout import HEADER_BYTES, Range
+from kvtier.protocol.frames import Verb
+from kvtier.protocol.limits import CONTROL
+from kvtier.protocol.stops import PRESENT, TEXTS
+from kvtier.protocol.v1 import kvtier_pb2 as pb
+
+T = TypeVar("T")
+FETCH_AHEAD = 64  # cold blocks that a get has on their way at once
+COLD_AGAIN, COLD_LONGEST = 0.001, 0.05  # seconds until a get looks again whether they have come: at first, and at most
+
+
+class UnixTransport:
+    """Calls over the lane at `path`. Raises Unmappable (from `attach`) where the daemon does not share its memory with this process."""
+
+    def __init__(self, path: str) -> None:
+        self.connection = Connection(path)
+
+    def attach(self, deadline: float) -> None:
+        """Connects now if need be. Raises KvtierError."""
+        self.connection.attach(deadline)
+
+    def close(self) -> None:
+        """Ends the session. Open leases stay valid to read until they exit; open fills are lost."""
+        self.connection.close()
+
+    def call(
+        self,
+        ns: RegisteredNamespace | None,
+        verb: int,
+        request: Message,
+        deadline: float,
+        attachment: Attachment | None = None,
+    ) -> bytes:
+        """One call; within a namespace its handle is filled in, registered where need be, once more if the daemon has forgotten it."""
+        until = time.monotonic() + deadline
+        attachment = attachment or self.connection.attach(deadline)
+        if ns is not None:
+            request.handle = self._handle(ns, attachment, deadline)  # type: ignore[attr-defined]
+        left = until - time.monotonic()
+        if left < 0.99 * deadline:  # a deadline that stays the same spares the socket two system calls
+            deadline = max(0.001, left)
+        try:
+            return self.connection.call(attachment, verb, request.SerializeToString(), deadline)
+        except Stale:
+            if ns is None:
+                raise
+            ns._handle = None
+            request.handle = self._handle(ns, attachment, deadline)  # type: ignore[attr-defined]
+            return self.connection.call(attachment, verb, request.SerializeToString(), deadline)
+
+    def lease(
+        self, ns: RegisteredNamespace, hashes: Hashes, range_: Range, context: bytes, deadline: float | None
+    ) -> Lease:
+        """See Client.lease."""
+        return MappedLease(self, ns, hashes, range_, context, CONTROL if deadline is None else deadline)
+
+    def fill(
+        self, ns: RegisteredNamespace, hashes: Hashes, range_: Range, context: bytes, deadline: float | None
+    ) -> Fill:
+        """See Client.fill."""
+        return MappedFill(self, ns, hashes, range_, context, CONTROL if deadline is None else deadline)
+
+    def get(
+        self,
+        ns: RegisteredNamespace,
+        hashes: Hashes,
+        range_: Range,
+        context: bytes,
+        deadline: float,
+        into: Sequence[Body] | None = None,
+    ) -> Bodies:
+        """See Client.get. Taken in pieces, so that the session's cap is never in the way; what is cold is fetched and waited for."""
+        until, pause = time.monotonic() + deadline, COLD_AGAIN
+        bodies, raw = Bodies(), join(ns, hashes)
+        while raw:
+            left = max(0.001, until - time.monotonic())
+            batch = Batch(ns, raw, range_, context, left if left < 0.99 * deadline else deadline)
+            try:
+                stop = self._within(ns, left, partial(batch.read, self.connection, bodies=bodies, into=into))
+            except Invalid:
+                raise
+            except KvtierError as error:
+                bodies.reason = str(error)
+                return bodies
+            bodies.reason = TEXTS.get(stop, f"stopped ({stop})")
+            raw = raw[batch.done * ns.hash_bytes :]
+            if not raw or (batch.done and stop == pb.CAP):
+                continue
+            pause = COLD_AGAIN if batch.done else min(COLD_LONGEST, 2 * pause)
+            if (
+                stop != pb.COLD
+                or time.monotonic() + pause > until
+                or not self._fetch(ns, raw, range_, context, left, bodies)
+            ):
+                return bodies
+            time.sleep(pause)
+        return bodies
+
+    def _fetch(
+        self, ns: RegisteredNamespace, raw: bytes, range_: Range, context: bytes, deadline: float, bodies: Bodies
+    ) -> bool:
+        """Starts bringing up the next cold blocks, as many as the arena holds easily: more would push each other out. Whether it was asked."""
+        try:
+            arena = self.connection.attach(deadline).mapping.nbytes
+            n = max(1, min(FETCH_AHEAD, arena // 16 // ns.extents(range_).slot_bytes))
+            request = pb.Keys(
+                context=context_field(context), hashes=raw[: n * ns.hash_bytes], **range_fields(ns, range_)
+            )
+            self.call(ns, Verb.PREFETCH, request, deadline)
+        except KvtierError as error:
+            bodies.reason = str(error)
+            return False
+        return True
+
+    def put(
+        self,
+        ns: RegisteredNamespace,
+        hashes: Hashes,
+        bodies: Sequence[Any],
+        range_: Range,
+        context: bytes,
+        deadline: float,
+    ) -> Answer:
+        """See Client.put. Split below the session's cap."""
+        batch = Batch(ns, join(ns, hashes), range_, context, deadline)
+        try:
+            if batch.total:
+                self._within(ns, deadline, partial(batch.write, self.connection, bodies=bodies))
+        except Invalid:
+            raise
+        except KvtierError as error:
+            return Answer(batch.done, str(error))
+        return Answer(batch.done)
+
+    def _within(self, ns: RegisteredNamespace, deadline: float, call: Callable[[Attachment, int], T]) -> T:
+        """A call on the current attachment with the namespace's handle, once more if the daemon has forgotten it. Raises KvtierError of any kind."""
+        attachment = self.connection.attach(deadline)
+        self.connection.use(attachment)
+        try:
+            try:
+                return call(attachment, self._handle(ns, attachment, deadline))
+            except Stale:
+                ns._handle = None
+                return call(attachment, self._handle(ns, attachment, deadline))
+        finally:
+            self.connection.unuse(attachment)
+
+    def _handle(self, ns: RegisteredNamespace, attachment: Attachment, deadline: float) -> int:
+        known = ns._handle
+        if known is not None and known[0] == attachment.boot:
+            return known[1]
+        request = pb.RegisterRequest(description=ns.canonical)
+        reply = pb.RegisterReply.FromString(
+            self.connection.call(attachment, Verb.REGISTER, request.SerializeToString(), deadline)
+        )
+        if reply.description != ns.digest:
+            raise Unavailable(
+                "the daemon computes another digest for this description: client and daemon differ in version"
+            )
+        ns._handle = (attachment.boot, reply.handle)
+        return reply.handle
+
+
+class MappedLease(Lease):
+    """Views of the slots themselves, pinned until exit."""
+
+    def __init__(
+        self,
+        local: UnixTransport,
+        ns: RegisteredNamespace,
+        hashes: Hashes,
+        range_: Range,
+        context: bytes,
+        deadline: float,
+    ) -> None:
+        self._local, self._ns = local, ns
+        self._parts = split(ns, hashes)
+        self._range, self._context, self._deadline = range_, context_field(context), deadline
+        self._ids: list[int] = []
+        self._attachment: Attachment | None = None
+        self._memory: Body | None = None
+        self._offsets: list[int] = []
+        self.reason = ""
+        self.stop = 0
+
+    def __enter__(self) -> MappedLease:
+        ns, connection = self._ns, self._local.connection
+        fields = range_fields(ns, self._range)
+        self._body_bytes = ns.extents(self._range).body_bytes
+        try:
+            attachment = connection.attach(self._deadline)
+            connection.use(attachment)
+            self._attachment = attachment
+            memory = attachment.memory.view()
+            memory.flags.writeable = False
+            self._memory = memory
+            for part in self._parts:
+                id_ = next(attachment.ids)
+                self._ids.append(id_)
+                request = pb.Keys(id=id_, context=self._context, hashes=part, **fields)
+                reply = pb.Slots.FromString(self._local.call(ns, Verb.LEASE, request, self._deadline, attachment))
+                self._offsets += reply.offset
+                self.stop = reply.stop
+                if self.stop:
+                    self.reason = TEXTS.get(self.stop, f"stopped ({self.stop})")
+                    break
+        except BaseException as error:
+            if not isinstance(error, KvtierError) or isinstance(error, Invalid):
+                self.__exit__(None, None, None)
+                raise
+            self.reason = str(error)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        attachment, self._attachment = self._attachment, None
+        if attachment is None:
+            return
+        self._memory = None
+        connection = self._local.connection
+        # the tail first, so that it is older than its head and goes first
+        connection.release(attachment, self._ids[::-1], min(CONTROL, self._deadline))
+        connection.unuse(attachment)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self._offsets)))]
+        start = self._offsets[index] + HEADER_BYTES
+        return self._mapped()[start : start + self._body_bytes]
+
+    def __iter__(self) -> Iterator[Body]:
+        if not self._offsets:  # perhaps nobody answered: there is no mapping then
+            return iter(())
+        memory, nbytes = self._mapped(), self._body_bytes
+        return iter([memory[at : at + nbytes] for at in [offset + HEADER_BYTES for offset in self._offsets]])
+
+    def _mapped(self) -> Body:
+        if self._memory is None:
+            raise Invalid("the lease has ended, and its views are void: read inside the `with`")
+        return self._memory
+
+
+class MappedFill(Fill):
+    """Views of the reserved slots themselves."""
+
+    def __init__(
+        self,
+        local: UnixTransport,
+        ns: RegisteredNamespace,
+        hashes: Hashes,
+        range_: Range,
+        context: bytes,
+        deadline: float,
+    ) -> None:
+        self._local, self._ns = local, ns
+        self._parts = split(ns, hashes)
+        self._range, self._context, self._deadline = range_, context_field(context), deadline
+        self._ids: list[tuple[int, int]] = []
+        self._attachment: Attachment | None = None
+        self._offsets: list[int] | None = None
+        self._total = count(ns, hashes)
+        self.reason = ""
+        self.sealed = 0
+
+    def __enter__(self) -> MappedFill:
+        ns, connection = self._ns, self._local.connection
+        fields = range_fields(ns, self._range)
+        extents = ns.extents(self._range)
+        self._body_bytes = extents.body_bytes
+        offsets: list[int] = []
+        try:
+            attachment = connection.attach(self._deadline)
+            connection.use(attachment)
+            self._attachment = attachment
+            for part in self._parts:
+                id_ = next(attachment.ids)
+                self._ids.append((id_, len(part) // ns.hash_bytes))
+                request = pb.Keys(id=id_, context=self._context, hashes=part, nbytes=extents.block_bytes, **fields)
+                offsets += pb.Slots.FromString(
+                    self._local.call(ns, Verb.RESERVE, request, self._deadline, attachment)
+                ).offset
+            self._offsets = offsets
+        except BaseException as error:
+            self._abort()
+            if not isinstance(error, KvtierError) or isinstance(error, Invalid):
+                raise
+            self.reason = str(error)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        attachment = self._attachment
+        if attachment is None:
+            return
+        if kind is not None or self._offsets is None:
+            self._abort()
+            return
+        connection = self._local.connection
+        try:
+            for id_, n in self._ids:
+                request = pb.Held(id=id_)
+                reply = connection.call(attachment, Verb.SEAL, request.SerializeToString(), self._deadline)
+                known = pb.Count.FromString(reply).n
+                self.sealed += known
+                if known < n:
+                    self.reason = "some blocks were dropped before they were sealed"
+                    self._abort()  # what follows is of no use without them
+                    return
+        except BaseException as failure:
+            self._abort()
+            if not isinstance(failure, KvtierError):
+                raise
+            self.reason = str(failure)
+            return
+        self._attachment = None
+        connection.unuse(attachment)
+
+    def __len__(self) -> int:
+        return self._total
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self._total))]
+        if not -self._total <= index < self._total:
+            raise IndexError(index)
+        offsets, attachment = self._offsets, self._attachment
+        if offsets is None or attachment is None or offsets[index] == PRESENT:
+            return None
+        start = offsets[index] + HEADER_BYTES
+        return attachment.memory[start : start + self._body_bytes]
+
+    def _abort(self) -> None:
+        attachment, self._attachment = self._attachment, None
+        if attachment is None:
+            return
+        connection = self._local.connection
+        connection.finish(attachment, Verb.ABORT, [id_ for id_, _ in self._ids], min(CONTROL, self._deadline))
+        connection.unuse(attachment)

@@ -1,0 +1,1 @@
+"""What connectors share, whatever the engine. No engine is imported here."""

@@ -1,0 +1,317 @@
+"""Asking the daemon without holding up the scheduler: a thread with a client of its own, tickets, and a heartbeat.
+
+A ticket is one request's question. It is answered with the token up to which every part of every rank is known *and held*: the thread leases
+what it promises, so that nothing is evicted between promise and load, and lets go when the ticket is dropped. Nothing else has a side effect.
+While the daemon does not answer, tickets are answered with a miss at once. Methods may be called from any thread; none of them blocks longer
+than it was told to.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from kvtier.client.api import Client, Lease, RegisteredNamespace
+from kvtier.format.layout import Range
+from kvtier.protocol.stops import TEXTS
+
+ASK_LATER = 0.001  # seconds that a question may hold up the scheduler
+MISS_AFTER = 1.0  # seconds after which a question counts as a miss
+BEAT = 0.5  # seconds between beats
+MISSED = 0.5  # seconds after which a beat has got no answer
+COLD_AGAIN = 0.02
+MAX_TICKETS = 1024
+_COLD = next(stop for stop, words in TEXTS.items() if words.startswith("cold"))
+log = logging.getLogger(__name__)
+
+
+def answered(reason: str) -> bool:
+    """Whether a call that gives this reason reached a daemon that works: a block that failed its check is one, and says nothing of the others."""
+    return reason in TEXTS.values() or reason.startswith(("full", "lost"))
+
+
+def label(reason: str) -> str:
+    """A reason as a metric's label: one of a handful."""
+    known = {
+        "miss": "miss",
+        "lost": "lost",
+        "full": "full",
+        "cold": "cold",
+        "no answer": "deadline",
+        "away": "away",
+        "questions": "queue",
+        "error": "error",
+    }
+    return next((short for words, short in known.items() if words in reason), "away")
+
+
+class Heart:
+    """Whether the daemon answers, found out every `BEAT`; a failed call elsewhere says so at once. `patience`: instead of `MISSED`."""
+
+    def __init__(self, client: Client, name: str, patience: float | None = None) -> None:
+        self._client, self._patience = client, patience
+        self._probe: tuple[RegisteredNamespace, bytes] | None = None
+        self._stop = threading.Event()
+        self.healthy = True
+        self._said: bool | None = None
+        self._thread = threading.Thread(target=self._beat, name=f"kvtier-{name}-heart", daemon=True)
+
+    def start(self, ns: RegisteredNamespace) -> None:
+        """From now on the daemon is asked for a block that does not exist."""
+        self._probe = (ns, bytes(ns.hash_bytes))
+        self._thread.start()
+
+    def judge(self, reason: str) -> bool:
+        """Whether a call with this reason was answered; if not, the daemon counts as away until it answers a beat."""
+        if answered(reason):
+            return True
+        self.healthy = False
+        return False
+
+    def changed(self) -> bool:
+        """Whether `healthy` is another than at the last call."""
+        said, self._said = self._said, self.healthy
+        return said != self.healthy
+
+    def stop(self) -> None:
+        """Ends the thread."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(BEAT + MISSED)
+
+    def _beat(self) -> None:
+        """The first beat comes at once: it connects."""
+        assert self._probe is not None
+        while not self._stop.is_set():
+            self.healthy = answered(self._client.lookup(*self._probe, deadline=self._patience or MISSED).reason)
+            self._stop.wait(BEAT)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShape:
+    """What a question needs to know of the namespace: per group tokens of a block, window, and the parts that must all be there."""
+
+    ns: RegisteredNamespace
+    tokens: tuple[int, ...]
+    windows: tuple[int | None, ...]
+    parts: tuple[tuple[Range, ...], ...]
+    align: int
+
+
+@dataclass(eq=False)
+class LookupTicket:
+    """A question: from token `start` on, at most up to `top`. `hashes` per group: of the blocks from `start // tokens` on."""
+
+    start: int
+    top: int
+    hashes: list[list[bytes]]
+    context: bytes
+    born: float = field(default_factory=time.monotonic)
+    end: int | None = None
+    reason: str = ""
+    done: threading.Event = field(default_factory=threading.Event)
+    dropped: bool = False
+    leases: list[Lease] = field(default_factory=list)
+
+    @property
+    def failed(self) -> bool:
+        """Whether nobody answered, in time or at all: not a question that the store was asked."""
+        return not self.done.is_set() or not answered(self.reason)
+
+    @property
+    def left(self) -> float:
+        """Seconds that the thread still has for it: a little less than until it counts as a miss."""
+        return max(0.01, self.born + 0.9 * MISS_AFTER - time.monotonic())
+
+    def answer(self) -> int | None:
+        """The token up to which blocks are held; None: ask later; `start` (a miss) once MISS_AFTER is over."""
+        if not self.done.is_set() and time.monotonic() - self.born > MISS_AFTER:
+            return self.start
+        return self.end if self.done.is_set() else None
+
+
+class Lookup:
+    """The thread and its queue."""
+
+    def __init__(self, client: Client, shape: GroupShape) -> None:
+        self._client, self._shape = client, shape
+        # With one part and no window a lease is the answer: what it lacks decides nothing else. That spares a call, which the scheduler waits for.
+        self._direct = shape.windows == (None,) and len(shape.parts[0]) == 1
+        self._wake = threading.Condition()
+        self._questions: deque[LookupTicket] = deque()
+        self._cold: deque[tuple[float, LookupTicket]] = deque()
+        self._dropped: deque[LookupTicket] = deque()
+        self._closed = False
+        self.heart = Heart(client, "scheduler")
+        self.heart.start(shape.ns)
+        self._thread = threading.Thread(target=self._run, name="kvtier-lookup", daemon=True)
+        self._thread.start()
+
+    def ask(self, ticket: LookupTicket) -> None:
+        """Puts a question and waits for the answer, at most `ASK_LATER`."""
+        with self._wake:
+            full = len(self._questions) + len(self._cold) >= MAX_TICKETS
+            if full or self._closed or not self.heart.healthy:
+                ticket.end, ticket.reason = ticket.start, "too many questions" if full else "the daemon is away"
+                ticket.done.set()
+                return
+            self._questions.append(ticket)
+            self._wake.notify()
+        ticket.done.wait(ASK_LATER)
+
+    def drop(self, ticket: LookupTicket) -> None:
+        """The answer is not needed any more: what is held for it is released, now or when it comes. Returns at once."""
+        with self._wake:
+            ticket.dropped = True
+            self._dropped.append(ticket)
+            self._wake.notify()
+
+    def close(self) -> None:
+        """Ends the thread and the client. What was held is the daemon's again."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        self._thread.join(5)
+        self.heart.stop()
+        self._client.close()
+
+    def _run(self) -> None:
+        while True:
+            ticket = self._next()
+            if ticket is None:
+                return
+            try:
+                done = self._find(ticket)
+            except Exception:
+                log.exception("kvtier: a lookup failed")
+                ticket.end, ticket.reason, done = ticket.start, "error", True
+            if done:
+                ticket.done.set()
+                if ticket.dropped:
+                    self.drop(ticket)
+            else:
+                self._cold.append((time.monotonic() + COLD_AGAIN, ticket))
+
+    def _next(self) -> LookupTicket | None:
+        """The next question, after releasing what was dropped. None: closed."""
+        while True:
+            with self._wake:
+                wait = self._cold[0][0] - time.monotonic() if self._cold else None
+                if not (self._questions or self._dropped or self._closed) and (wait is None or wait > 0):
+                    self._wake.wait(wait)
+                dropped = list(self._dropped)
+                self._dropped.clear()
+                question = None
+                if self._cold and self._cold[0][0] <= time.monotonic():
+                    question = self._cold.popleft()[1]
+                elif self._questions:
+                    question = self._questions.popleft()
+                closed = self._closed
+            for ticket in dropped:
+                self._release(ticket)
+            if closed:
+                return None
+            if question is not None:
+                return question
+
+    def _release(self, ticket: LookupTicket) -> None:
+        for lease in ticket.leases:
+            lease.__exit__(None, None, None)
+        ticket.leases.clear()
+
+    def _find(self, ticket: LookupTicket) -> bool:
+        """Answers a ticket. False: blocks are cold and on their way, ask again soon."""
+        if ticket.dropped:
+            ticket.end = ticket.start
+            return True
+        ticket.reason = ""
+        end = ticket.top - ticket.top % self._shape.align if self._direct else self._known(ticket)
+        end, cold = self._hold(ticket, end)
+        if cold and time.monotonic() - ticket.born < 0.9 * MISS_AFTER and not ticket.dropped:
+            self._release(ticket)
+            return False
+        if end <= ticket.start:
+            self._release(ticket)
+        ticket.end = max(end, ticket.start)
+        return True
+
+    def _span(self, ticket: LookupTicket, group: int, end: int) -> tuple[int, int]:
+        """Entries of the ticket's hashes of a group that a prefix of `end` tokens needs: all, or those that the window still sees."""
+        tokens, window = self._shape.tokens[group], self._shape.windows[group]
+        first = ticket.start // tokens
+        low = first if window is None else max(first, max(0, end - window + 1) // tokens)
+        return low - first, end // tokens - first
+
+    def _known(self, ticket: LookupTicket) -> int:
+        """The largest token up to which everything that the engine will read is known, in any tier."""
+        shape = self._shape
+        full = [(g, part) for g, window in enumerate(shape.windows) if window is None for part in shape.parts[g]]
+        runs = [(part, ticket.hashes[g]) for g, part in full]
+        answers = self._client.lookup_runs(shape.ns, runs, context=ticket.context, deadline=ticket.left) if runs else []
+        end = ticket.top
+        for (group, _), known in zip(full, answers, strict=True):
+            if not self.heart.judge(known.reason):
+                ticket.reason = known.reason
+                return ticket.start
+            end = min(end, (ticket.start // shape.tokens[group] + known) * shape.tokens[group])
+        end -= end % shape.align
+        sliding = [g for g, window in enumerate(shape.windows) if window is not None]
+        while sliding and end > ticket.start:
+            short = min(self._window_known(ticket, group, end) for group in sliding)
+            if short == end or ticket.reason:
+                break
+            end = short - short % shape.align
+        return ticket.start if ticket.reason else end
+
+    def _window_known(self, ticket: LookupTicket, group: int, end: int) -> int:
+        """`end` if the window before it is whole, else the largest smaller token at which it may be."""
+        shape = self._shape
+        low, high = self._span(ticket, group, end)
+        asked = ticket.hashes[group][low:high]
+        for part in shape.parts[group]:
+            known = self._client.lookup(shape.ns, asked, range_=part, context=ticket.context, deadline=ticket.left)
+            if not self.heart.judge(known.reason):
+                ticket.reason = known.reason
+                return ticket.start
+            if known < len(
+                asked
+            ):  # the first hole is at this block: a shorter prefix must end before it, or its window begin after it
+                return (ticket.start // shape.tokens[group] + low + known) * shape.tokens[group]
+        return end
+
+    def _hold(self, ticket: LookupTicket, end: int) -> tuple[int, bool]:
+        """Leases what a prefix of `end` tokens needs: (the token up to which it is held, whether only cold blocks are in the way)."""
+        shape = self._shape
+        cold = False
+        for group, parts in enumerate(shape.parts):
+            for part in parts if end > ticket.start else ():
+                low, high = self._span(ticket, group, end)
+                asked = ticket.hashes[group][low:high]
+                if not asked:
+                    continue
+                lease = self._client.lease(shape.ns, asked, range_=part, context=ticket.context, deadline=ticket.left)
+                ticket.leases.append(lease.__enter__())
+                if len(lease) == len(asked):
+                    continue
+                if not self.heart.judge(lease.reason):
+                    ticket.reason = lease.reason
+                    return ticket.start, False
+                ticket.reason = lease.reason
+                if lease.stop == _COLD and (below := self._below(ticket, part, asked)[len(lease) :]):
+                    cold = True
+                    self._client.prefetch(shape.ns, below, range_=part, context=ticket.context, deadline=ticket.left)
+                held = (ticket.start // shape.tokens[group] + low + len(lease)) * shape.tokens[group]
+                end = ticket.start if shape.windows[group] is not None else held - held % shape.align
+        return end, cold
+
+    def _below(self, ticket: LookupTicket, part: Range, asked: list[bytes]) -> list[bytes]:
+        """The leading ones of these that some tier has. Sets the ticket's reason if nobody answers."""
+        if not self._direct:  # these were looked up
+            return asked
+        known = self._client.lookup(self._shape.ns, asked, range_=part, context=ticket.context, deadline=ticket.left)
+        if not self.heart.judge(known.reason):
+            ticket.reason = known.reason
+        return asked[:known]

@@ -1,0 +1,396 @@
+"""Copies between an engine's cache and the store, in threads. The engine waits for a load only if a step needs it, and for a save never.
+
+Each block's copy is one act under a lock. Whoever takes an engine block away (a fence, a deadline, a cancelled request) does so under that lock: a
+copy that has begun ends first, one that has not never begins. So no copy reads a block that has a new owner, and none writes into a block that was
+reported as failed. `load`, `finished`, `fence` and `save` are called by the engine's thread; the rest of the world may call `drain` and `close`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, Protocol
+
+from kvtier.client.answers import Body
+from kvtier.client.api import Client, RegisteredNamespace
+from kvtier.connectors.common.jobs import Load, Save
+from kvtier.connectors.common.lookups import Heart, label
+from kvtier.format.layout import Extents, Range
+from kvtier.protocol.v1 import kvtier_pb2 as pb
+
+LOAD_SECONDS = 5.0  # a load between steps that takes longer has failed
+SYNC_SECONDS = 1.0  # as long may a load hold up the step that needs it
+CALL_SECONDS = 1.0  # deadline of one call to the daemon
+FENCE_SECONDS = (
+    0.02  # as long may a step wait for the save of a block that it is about to overwrite; then the save is dropped
+)
+FLUSH_SECONDS = 2.0  # at the end
+BATCH_BYTES = 8 << 20  # reserved at once for saving
+MAX_QUEUED = 4096  # blocks that wait to be saved; more are dropped
+LOADERS = 2
+log = logging.getLogger(__name__)
+
+
+class Cache(Protocol):
+    """One group of the engine's caches on this rank, `extents` being its place in a block. `saver`: whether this rank saves it."""
+
+    extents: Extents
+    saver: bool
+
+    @property
+    def batch(self) -> int:
+        """Entries that one `read` takes."""
+
+    def write(self, ready: Any, blocks: Sequence[int], slot: Body) -> Any:
+        """Copies engine blocks into a slot, every byte of it, once `ready` has come. Returns what `look` looks at."""
+
+    def look(self, written: Any) -> tuple[int, str]:
+        """(clipped FP8 codes, the layer of a value that is not finite or "")."""
+
+    def read(self, ready: Any, entries: Sequence[Sequence[int]], bodies: Sequence[Body]) -> None:
+        """Copies blocks into the engine blocks that are wanted, once `ready` has come, and returns when they are there."""
+
+
+class _Stop(Exception):
+    """A save ends before this entry."""
+
+
+@dataclass(eq=False)
+class LoadJob:
+    """A load under way. `done`: leading blocks loaded, per run. Once `closed`, nothing of it is copied any more."""
+
+    load: Load
+    deadline: float
+    done: list[int]
+    ready: Any = None
+    began: float = field(default_factory=time.monotonic)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    closed: bool = False
+    reason: str = ""
+    over: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def good(self) -> int:
+        """Leading blocks loaded; of several runs all or none."""
+        total = sum(len(run.hashes) for run in self.load.runs)
+        return sum(self.done) if len(self.done) == 1 or sum(self.done) == total else 0
+
+
+@dataclass(eq=False)
+class _SaveJob:
+    """`limit`: entries from here on may not be copied any more; `copied`: those before have been."""
+
+    save: Save
+    ready: Any
+    limit: int
+    copied: int = 0
+    reason: str = ""
+
+    def first_in(self, fence: set[int]) -> int | None:
+        """The first entry that is not copied yet and stands in the fence."""
+        blocks = self.save.run.blocks
+        return next((at for at in range(self.copied, self.limit) if not fence.isdisjoint(blocks[at])), None)
+
+
+class Mover:
+    """Threads over one client. `caches` and `ranges` are per group, None where this rank holds nothing. `count(name, value, label)` is called from
+    any thread; `stored(id, n)` for each save: how many leading blocks of it are in the store."""
+
+    def __init__(
+        self,
+        client: Client,
+        ns: RegisteredNamespace,
+        caches: Sequence[Cache | None],
+        ranges: Sequence[Range | None],
+        rate: int,
+        count: Callable[[str, float, str], None],
+        stored: Callable[[int, int], None],
+    ) -> None:
+        self._client, self._ns, self._caches, self._ranges = client, ns, caches, ranges
+        self._rate, self._allowance, self._refilled = rate, 0.0, time.monotonic()
+        self._count, self._stored = count, stored
+        self._wake = threading.Condition()
+        self._copying = threading.Lock()  # one block at a time on its way out
+        self._jobs: dict[int, LoadJob] = {}
+        self._to_load: deque[LoadJob] = deque()
+        self._over: list[LoadJob] = []
+        self._to_save: deque[_SaveJob] = deque()
+        self._saving: _SaveJob | None = None
+        self._logged: set[str] = set()
+        self._stopping = False
+        self.heart = Heart(client, "worker")
+        self.heart.start(ns)
+        self._threads = [threading.Thread(target=self._run_saves, name="kvtier-save", daemon=True)]
+        self._threads += [
+            threading.Thread(target=self._run_loads, name="kvtier-load", daemon=True) for _ in range(LOADERS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # -- loads
+
+    def load(self, loads: Sequence[Load], ready: Any = None) -> None:
+        """Starts loads, and waits for those that the next step needs. `ready`: an event of the device after which nobody reads what was in these
+        blocks before."""
+        jobs = [
+            LoadJob(load, time.monotonic() + (SYNC_SECONDS if load.sync else LOAD_SECONDS), [0] * len(load.runs), ready)
+            for load in loads
+        ]
+        self._jobs |= {job.load.id: job for job in jobs}
+        for job in jobs:
+            if not self.heart.healthy:
+                self._end(job, "away")
+        with self._wake:
+            self._to_load.extend(job for job in jobs if not job.closed)
+            self._wake.notify_all()
+        for job in jobs:
+            if job.load.sync and not job.over.wait(max(0.0, job.deadline - time.monotonic())):
+                self._end(job, "deadline")
+
+    def wait(self, seconds: float) -> None:
+        """Until a load is over, at most so long; not at all where none is under way."""
+        with self._wake:
+            if self._jobs and not self._over:
+                self._wake.wait(seconds)
+
+    def cancel(self, id_: int) -> None:
+        """Nobody needs this load any more. It is reported as over all the same."""
+        if id_ in self._jobs:
+            self._end(self._jobs[id_], "cancelled")
+
+    def finished(self) -> list[LoadJob]:
+        """Loads that are over since the last call, each once; those past their deadline have failed."""
+        now = time.monotonic()
+        for job in list(self._jobs.values()):
+            if now > job.deadline:
+                self._end(job, "deadline")
+        with self._wake:
+            over, self._over = self._over, []
+        for job in over:
+            del self._jobs[job.load.id]
+            self._count("load_seconds", now - job.began, "")
+            if job.reason:
+                self._count("load_failures", 1, job.reason)
+        return over
+
+    def _end(self, job: LoadJob, reason: str) -> None:
+        """Closes a load, once."""
+        with job.lock:
+            if job.closed:
+                return
+            job.closed, job.reason = True, reason
+        with self._wake:
+            self._over.append(job)
+            self._wake.notify_all()
+        job.over.set()
+
+    def _run_loads(self) -> None:
+        while True:
+            with self._wake:
+                while not self._to_load and not self._stopping:
+                    self._wake.wait()
+                if self._stopping:
+                    return
+                job = self._to_load.popleft()
+            try:
+                self._load(job)
+            except Exception:
+                log.exception("kvtier: a load failed")
+                self._end(job, "error")
+
+    def _load(self, job: LoadJob) -> None:
+        for number, run in enumerate(job.load.runs):
+            cache, part = self._caches[run.group], self._ranges[run.group]
+            if cache is None or part is None:
+                job.done[number] = len(run.hashes)
+                continue
+            while (at := job.done[number]) < len(run.hashes):
+                with self._client.lease(
+                    self._ns, run.hashes[at:], range_=part, context=job.load.context, deadline=CALL_SECONDS
+                ) as blocks:
+                    views, entry = iter(blocks), at
+                    while batch := list(islice(views, cache.batch)):
+                        with job.lock:
+                            if job.closed:
+                                return None
+                            cache.read(job.ready, run.blocks[entry : entry + len(batch)], batch)
+                            entry += len(batch)
+                            job.done[number] = entry
+                    got, reason, capped = len(blocks), blocks.reason, blocks.stop == pb.CAP
+                self._count("load_bytes", got * cache.extents.body_bytes, "")
+                if at + got < len(run.hashes) and not capped:
+                    self.heart.judge(reason)
+                    return self._end(job, label(reason))
+                if not got and job.over.wait(
+                    0.005
+                ):  # our own cap, because of other loads: wait for them, until the deadline closes this one
+                    return None
+        return self._end(job, "")
+
+    # -- saves
+
+    def save(self, saves: Sequence[Save], ready: Any) -> None:
+        """Queues what the step has filled. `ready`: an event of the device after which it is there."""
+        with self._wake:
+            waiting = sum(job.limit for job in self._to_save)
+            for save in saves:
+                n, cache = len(save.run.hashes), self._caches[save.run.group]
+                if cache is None or not cache.saver:
+                    continue
+                if waiting + n > MAX_QUEUED:
+                    self._count("save_dropped_blocks", n, "queue")
+                    continue
+                waiting += n
+                self._to_save.append(_SaveJob(save, ready, n))
+            self._wake.notify_all()
+
+    def fence(self, blocks: set[int]) -> None:
+        """These engine blocks get new owners now. A save that is being copied from them may end within `FENCE_SECONDS`; others are cut short."""
+        until = time.monotonic() + FENCE_SECONDS
+        with self._wake:
+            while (
+                (active := self._saving) is not None
+                and active.first_in(blocks) is not None
+                and time.monotonic() < until
+            ):
+                self._wake.wait(0.001)
+            jobs = [*self._to_save, *([self._saving] if self._saving else [])]
+        with self._copying:
+            for job in jobs:
+                first = job.first_in(blocks)
+                if first is not None:
+                    job.limit, job.reason = first, "overwritten"
+
+    def _run_saves(self) -> None:
+        while True:
+            with self._wake:
+                while not self._to_save and not self._stopping:
+                    self._wake.wait()
+                if self._stopping:
+                    return
+                self._saving = job = self._to_save.popleft()
+            began, done, n = time.monotonic(), 0, len(job.save.run.hashes)
+            try:
+                done = self._save(job)
+            except Exception:
+                log.exception("kvtier: a save failed")
+                job.reason = "error"
+            self._count("save_seconds", time.monotonic() - began, "")
+            if done < n:
+                self._count("save_dropped_blocks", n - done, job.reason or "other")
+            self._stored(job.save.id, done)
+            with self._wake:
+                self._saving = None
+                self._wake.notify_all()
+
+    def _save(self, job: _SaveJob) -> int:
+        """Leading blocks of a job that are stored now."""
+        cache = self._caches[job.save.run.group]
+        assert cache is not None
+        size, done = max(1, BATCH_BYTES // cache.extents.slot_bytes), 0
+        while done < job.limit:
+            n = min(size, job.limit - done)
+            if not self.heart.healthy or not self._may_spend():
+                job.reason = "rate" if self.heart.healthy else "away"
+                break
+            got = self._save_batch(job, cache, done, n)
+            done += got
+            if got < n:
+                break
+        return done
+
+    def _save_batch(self, job: _SaveJob, cache: Cache, first: int, n: int) -> int:
+        """Stores entries [first, first + n): how many leading ones of them are stored now."""
+        run, part, copied, clipped = job.save.run, self._ranges[job.save.run.group], 0, 0
+        assert part is not None
+        try:
+            hashes = run.hashes[first : first + n]
+            with self._client.fill(
+                self._ns, hashes, range_=part, context=job.save.context, deadline=CALL_SECONDS
+            ) as slots:
+                if slots.reason:
+                    job.reason = label(slots.reason)
+                    self.heart.judge(slots.reason)
+                    return 0
+                fresh = [slot is not None for slot in slots]
+                for entry, slot in enumerate(slots, first):
+                    if slot is not None:
+                        clipped += self._copy(job, cache, first, entry, slot)
+                    copied += 1
+        except _Stop:
+            return self._save_batch(job, cache, first, copied) if copied else 0  # what stands before it is of use
+        stored = sum(fresh[: slots.sealed])
+        if slots.sealed < n:
+            job.reason = label(slots.reason)
+        self._allowance -= stored * cache.extents.body_bytes
+        for name, value in (
+            ("save_blocks", stored),
+            ("save_known_blocks", slots.sealed - stored),
+            ("clipped_codes", clipped),
+        ):
+            self._count(name, value, "")
+        self._count("save_bytes", stored * cache.extents.body_bytes, "")
+        return slots.sealed
+
+    def _copy(self, job: _SaveJob, cache: Cache, first: int, entry: int, slot: Body) -> int:
+        """Copies one block out, as one act under the lock. Returns its clipped codes. Raises _Stop if it has a new owner or a value is not finite:
+        the batch from `first` on is then copied anew up to here, so these blocks are fenced again."""
+        with self._copying:
+            if entry >= job.limit:
+                job.copied = first
+                raise _Stop
+            written = cache.write(job.ready, job.save.run.blocks[entry], slot)
+            job.copied = entry + 1
+        clipped, layer = cache.look(written)
+        if layer:
+            with self._copying:
+                job.limit, job.copied, job.reason = min(job.limit, entry), first, "not finite"
+            if layer not in self._logged:
+                self._logged.add(layer)
+                log.error("kvtier: layer %s has values that are not finite; such blocks are not stored", layer)
+            raise _Stop
+        return clipped
+
+    def _may_spend(self) -> bool:
+        """Whether the bytes-per-second cap leaves room; up to one second's worth may be saved up."""
+        if not self._rate:
+            return True
+        now = time.monotonic()
+        self._allowance = min(float(self._rate), self._allowance + (now - self._refilled) * self._rate)
+        self._refilled = now
+        return self._allowance > 0
+
+    # -- the end
+
+    def drain(self, seconds: float) -> None:
+        """Lets saves end for so long, then drops the rest: afterwards no thread touches the engine's memory until there is new work."""
+        until = time.monotonic() + seconds
+        with self._wake:
+            while (self._to_save or self._saving) and time.monotonic() < until:
+                self._wake.wait(0.01)
+            jobs = [self._saving] if self._saving else []
+            self._to_save.clear()
+        with self._copying:
+            for job in jobs:
+                job.limit, job.reason = min(job.limit, job.copied), "shutdown"
+        for load in list(self._jobs.values()):
+            self._end(load, "cancelled")
+
+    def close(self) -> None:
+        """Ends threads and session."""
+        with self._wake:
+            if self._stopping:
+                return
+        self.drain(FLUSH_SECONDS)
+        with self._wake:
+            self._stopping = True
+            self._wake.notify_all()
+        self.heart.stop()
+        for thread in self._threads:
+            thread.join(1)
+        self._client.close()

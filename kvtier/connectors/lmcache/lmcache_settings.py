@@ -1,0 +1,60 @@
+"""The settings of the LMCache adapter, from `adapter_params`: read once, checked, refused by name. Reads the description files; no other I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
+
+from kvtier.errors import Invalid
+from kvtier.format.description_file import read_description
+from kvtier.format.identity import Description
+from kvtier.protocol.addresses import default_socket
+
+KNOWN = ("namespaces", "socket", "max_capacity_gb")
+MAX_MODELS = 64
+HELP = """kvtier L2 adapter, adapter_params:
+- namespaces (object): the name under which LMCache knows a model -> file with its description (required);
+  `kvtier namespace MODEL --save FILE` writes such a file
+- socket (str): path of the daemon's socket (default: where kvtier-server listens)
+- max_capacity_gb (number): what LMCache's own eviction may fill, in GiB (default 0: LMCache evicts nothing here, the daemon does)"""
+
+
+class KvtierL2AdapterConfig(L2AdapterConfigBase):
+    """What a user may say, checked. `descriptions`: by LMCache's name of the model."""
+
+    def __init__(self, descriptions: Mapping[str, Description], socket: str, max_capacity_bytes: int) -> None:
+        self.descriptions, self.socket, self.max_capacity_bytes = dict(descriptions), socket, max_capacity_bytes
+
+    @classmethod
+    def from_dict(cls, d: Mapping[str, Any]) -> KvtierL2AdapterConfig:
+        """Out of `adapter_params`. Raises Invalid, saying what to write: above all where no namespace is given."""
+        if unknown := sorted(map(str, set(d) - set(KNOWN))):
+            raise Invalid(f"adapter_params has no setting {', '.join(unknown)[:200]}; there are {', '.join(KNOWN)}")
+        files = d.get("namespaces")
+        if (
+            not isinstance(files, Mapping)
+            or not files
+            or not all(isinstance(part, str) and part for pair in files.items() for part in pair)
+        ):
+            raise Invalid(
+                "kvtier does not store what has no identity: LMCache's key holds neither revision nor dtype nor scales. Write "
+                '"namespaces": {"MODEL AS LMCACHE NAMES IT": "FILE"} with a file that `kvtier namespace MODEL --save FILE` has written'
+            )
+        if len(files) > MAX_MODELS:
+            raise Invalid(f"namespaces has at most {MAX_MODELS} models, not {len(files)}")
+        socket = d.get("socket", str(default_socket()))
+        if not isinstance(socket, str) or not socket:
+            raise Invalid(f"socket is a path, not {socket!r:.80}")
+        capacity = d.get("max_capacity_gb", 0)
+        if isinstance(capacity, bool) or not isinstance(capacity, int | float) or not 0 <= capacity < 2**33:
+            raise Invalid(f"max_capacity_gb is a number from 0 on, not {capacity!r:.80}")
+        descriptions = {model: read_description(Path(file)) for model, file in files.items()}
+        return cls(descriptions, socket, int(capacity * 2**30))
+
+    @classmethod
+    def help(cls) -> str:
+        """For LMCache's command line."""
+        return HELP

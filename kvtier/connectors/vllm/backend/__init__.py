@@ -1,0 +1,33 @@
+"""kvtier's attention backend for vLLM ("dual"): a BF16 cache in which a restored block may hold FP8, read as it lies.
+
+vLLM finds `register` as a plug-in (entry point group `vllm.general_plugins`) in every process of an engine. It only names the backend:
+
+    a GPU    --attention-backend CUSTOM chooses it
+    a CPU    vLLM takes its own backend whatever it is told; KVTIER_ATTENTION=dual in the environment puts ours in that one's place, for tests
+
+The connector (`kvtier.connectors.vllm`, mode "dual") sees by itself whether it is in use. Without the connector the backend never meets an FP8 block.
+"""
+
+from __future__ import annotations
+
+import os
+
+VARIABLE = "KVTIER_ATTENTION"
+ON_GPU = "kvtier.connectors.vllm.backend.gpu.GpuDualBackend"
+ON_CPU = "kvtier.connectors.vllm.backend.cpu.CpuDualBackend"
+
+
+def register() -> None:
+    """Called by vLLM, in one process several times. Chooses nothing on a GPU; a CUSTOM backend that somebody else has registered stays."""
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    asked = os.environ.get(VARIABLE, "")
+    if asked not in ("", "dual"):
+        raise ValueError(f"kvtier: {VARIABLE} is dual or not set, not {asked!r:.80}")
+    if current_platform.is_cpu():
+        if asked:
+            register_backend(AttentionBackendEnum.CUSTOM, ON_CPU)  # the backend's name has to be one that is known
+            register_backend(AttentionBackendEnum.CPU_ATTN, ON_CPU)
+    elif not AttentionBackendEnum.CUSTOM.is_overridden():
+        register_backend(AttentionBackendEnum.CUSTOM, ON_GPU)

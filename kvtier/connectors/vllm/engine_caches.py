@@ -1,0 +1,261 @@
+"""What a rank has really loaded: its KV caches as pages that can be copied, and the report that the namespace is made of.
+
+Every layer is looked at by itself: its spec, its tensor, its backend, its live scales; no global setting is believed. What is not known to be
+plain K and V becomes an opaque run of bytes whose digest says what wrote it. What kvtier does not know how to keep is refused here, by name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from kvtier_kernels import paged
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVQuantMode,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from kvtier.connectors.common import quantizing
+from kvtier.connectors.common.pages import GroupCaches, PartCache
+from kvtier.connectors.vllm import modes
+from kvtier.connectors.vllm.backend import flags
+from kvtier.errors import Invalid
+from kvtier.format.identity import canonical_json, f32_hex
+from kvtier.format.layout import FP8, Part
+
+# Backends whose page is [heads, tokens, K | V] in plain numbers: read in their source (vLLM 0.32, 0.33). MLA: [1, tokens, latent].
+PLAIN = frozenset(("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"))
+DUAL = "CUSTOM"  # kvtier's own, whose page is the same; elsewhere a CUSTOM backend is one that nobody knows
+PLAIN_LATENT = frozenset(("FLASHMLA", "TRITON_MLA", "CUTLASS_MLA", "FLASHINFER_MLA", "FLASH_ATTN_MLA"))
+CPU = "CPU_ATTN"  # a head's page is all of K, then all of V; the order within each depends on the instruction set
+_NATIVE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_KINDS = {
+    FullAttentionSpec: "attention",
+    SlidingWindowSpec: "attention",
+    MLAAttentionSpec: "latent",
+    SlidingWindowMLASpec: "latent",
+}
+
+
+@dataclass(slots=True)
+class Rank:
+    """All caches of a rank, and the fields of the namespace that they decide."""
+
+    groups: list[GroupCaches | None]  # None: no layer of this group is on this rank
+    fields: dict[str, Any]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the caches are."""
+        return next(group.layers[0][1][0].cells.device for group in self.groups if group is not None)
+
+    def report(self) -> str:
+        """JSON for the scheduler."""
+        return canonical_json({**self.fields, "groups": [group and group.to_json() for group in self.groups]}).decode()
+
+
+def inspect(config: Any, kv_config: Any, kv_caches: dict[str, torch.Tensor], tp_rank: int, asked: str = "auto") -> Rank:
+    """What this rank has loaded, in the mode that is `asked` for or follows from it. Raises Invalid, naming the layer, for what kvtier does not know
+    how to keep, and for a mode that cannot be."""
+    parallel, modules = config.parallel_config, config.compilation_config.static_forward_context
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        raise Invalid("context parallelism spreads the tokens of a block over ranks: kvtier does not keep such caches")
+    groups: list[GroupCaches | None] = []
+    formats: set[str] = set()
+    for number, group in enumerate(kv_config.kv_cache_groups):
+        if (
+            group.is_eagle_group
+            or not group.enable_kv_transfer
+            or group.host_resident
+            or not group.kv_cache_spec.prefix_cacheable
+        ):
+            raise Invalid(
+                f"KV cache group {number} belongs to a draft model or cannot be shared by content: kvtier does not keep such caches"
+            )
+        made: GroupCaches | None = None
+        for name in group.layer_names:
+            spec = group.kv_cache_spec
+            reader = _Layer(
+                name, modules[name], spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+            )
+            parts = reader.read(kv_caches[name], kv_config.num_blocks, parallel.tensor_parallel_size, tp_rank)
+            one = GroupCaches(
+                reader.shape(config, tp_rank), reader.saver, kv_caches[name].shape[0] // kv_config.num_blocks
+            )
+            made = made or one
+            if (one.shape, one.ratio) != (made.shape, made.ratio):
+                raise Invalid(
+                    f"layer {name} differs from its KV cache group: {one.shape}, {one.ratio} kernel blocks, not {made.shape}, {made.ratio}"
+                )
+            made.layers.append((name, parts))
+            formats.add(reader.format)
+        groups.append(made)
+    packings = sorted(f for f in formats if f.startswith(CPU))
+    physical = config.cache_config.kv_cache_layout or "LBHNC"
+    mode = modes.choose(asked, config, kv_config, groups, modules)
+    fields = {
+        "physical": physical,
+        "backend": "; ".join(sorted(formats)),
+        "packing": "; ".join(packings) or None,
+        "mode": mode,
+    }
+    ours = [name for group in kv_config.kv_cache_groups for name in group.layer_names if modes.active(modules[name])]
+    if len({kv_caches[name].shape[0] for name in ours}) > 1:
+        raise Invalid("KV cache groups whose pages differ in number cannot share their flags")
+    page_flags = flags.fix(kv_caches[ours[0]]) if ours else None
+    if mode in modes.QUANTIZING:
+        fields |= {"rule": quantizing.RULE, "codec": quantizing.CODEC}
+        groups = [group and _quantizing(group, mode == "dual", page_flags, kv_caches) for group in groups]
+    return Rank(groups, fields)
+
+
+def _quantizing(
+    group: GroupCaches, in_place: bool, page_flags: torch.Tensor | None, kv_caches: dict[str, torch.Tensor]
+) -> quantizing.QuantizedCaches:
+    """The same caches, whose blocks are FP8 outside. Raises Invalid where rows do not stand on multiples of 16 elements."""
+    first = group.layers[0]
+    cache, native = kv_caches[first[0]], first[1][0].part.dtype
+    if cache.device.type == "cpu":
+        made: quantizing.QuantizedCaches = quantizing.HostCaches(
+            group.shape, group.saver, group.ratio, native=native, in_place=in_place
+        )
+    else:
+        from kvtier.connectors.common.quantizing_gpu import DeviceCaches
+
+        made = DeviceCaches(group.shape, group.saver, group.ratio, native=native, in_place=in_place)
+    for name, parts in group.layers:
+        if parts[0].part.dtype != native or kv_caches[name].shape[0] != cache.shape[0]:
+            raise Invalid(
+                f"layer {name} differs from its KV cache group: {parts[0].part.dtype}, {kv_caches[name].shape[0]} pages"
+            )
+        made.layers.append(
+            (name, [PartCache(Part(p.part.name, p.part.width, "e4m3fn", quantizing.KIND), p.cells) for p in parts])
+        )
+        if page_flags is not None:
+            made.paged.append(
+                paged.interleaved(kv_caches[name], parts[0].part.width, page_flags, (quantizing.KIND, quantizing.KIND))
+            )
+        else:
+            views = [p.cells.view(quantizing.TORCH[native]) for p in parts]
+            made.paged.append(paged.native(views[0], views[1]))
+    return made
+
+
+class _Layer:
+    """Reads one layer. `format` names how its bytes were written: part of the namespace."""
+
+    def __init__(self, name: str, module: Any, spec: Any) -> None:
+        self.name, self.module, self.spec = name, module, spec
+        self.kind = _KINDS.get(type(spec), "")
+        if not self.kind or spec.tokens_per_state != 1:
+            raise Invalid(f"layer {name}: kvtier does not keep the cache of a {type(spec).__name__}")
+        self.backend = str(module.attn_backend.get_name())
+        self.stated = str(getattr(spec, "cache_dtype_str", None) or module.kv_cache_dtype)
+        self.dtype = self._dtype()
+        self.digest: str | None = None
+        self.saver = True
+
+    def _dtype(self) -> str:
+        """Number format of plain caches; "" where the bytes are packed in a way of their own."""
+        spec = self.spec
+        content = (spec.head_size + spec.head_size_v) * torch.empty(0, dtype=spec.dtype).element_size()
+        if spec.num_head_slots is not None or spec.state_content_size_bytes != content:
+            return ""
+        if spec.kv_quant_mode == KVQuantMode.NONE:
+            return _NATIVE.get(spec.dtype, "")
+        if spec.kv_quant_mode != KVQuantMode.FP8_PER_TENSOR:
+            return ""
+        from vllm.platforms import current_platform
+
+        return "e5m2" if "e5m2" in self.stated else ("e4m3fnuz" if current_platform.is_fp8_fnuz() else "e4m3fn")
+
+    def read(self, cache: torch.Tensor, num_blocks: int, tp: int, tp_rank: int) -> list[PartCache]:
+        """The parts of this layer. Raises Invalid if the tensor is not what its spec says."""
+        spec, ratio = self.spec, cache.shape[0] // num_blocks
+        item = cache.element_size()
+        if (
+            cache.shape[0] != num_blocks * ratio
+            or cache.shape[2] * ratio != spec.block_size
+            or cache.shape[1] != spec.num_heads
+        ):
+            raise Invalid(
+                f"layer {self.name}: a cache of shape {tuple(cache.shape)} is not {num_blocks} blocks of {spec.block_size} tokens"
+            )
+        if cache.shape[3] * item != spec.state_content_size_bytes or cache.stride(3) != 1:
+            raise Invalid(
+                f"layer {self.name}: {cache.shape[3] * item} bytes a token and head, not {spec.state_content_size_bytes}"
+            )
+        plain = self.dtype and self.backend in (PLAIN_LATENT if self.kind == "latent" else PLAIN)
+        plain = plain or (
+            self.dtype and self.kind == "attention" and self.backend == DUAL and modes.active(self.module)
+        )
+        own_format = self.backend if self.dtype in FP8 else "plain"
+        if self.kind == "latent" and plain:
+            self.format = f"latent ({own_format})"
+            return [self._part("latent", spec.head_size, cache, "k")]
+        if self.dtype and self.backend == CPU and self.kind == "attention" and spec.head_size == spec.head_size_v:
+            self.format = f"{CPU} {self.module.isa}, {self.dtype}, {cache.shape[1]} heads of {spec.head_size}, {spec.block_size} tokens"
+            halves = cache.view(cache.shape[0], cache.shape[1], 2 * cache.shape[2], -1).chunk(2, dim=2)
+            return [self._part(name, spec.head_size, half, name) for name, half in zip("kv", halves, strict=True)]
+        if plain:
+            self.format = f"K | V ({own_format})"
+            both = (cache[..., : spec.head_size], cache[..., spec.head_size :])
+            return [self._part(name, half.shape[3], half, name) for name, half in zip("kv", both, strict=True)]
+        return [self._opaque(cache, tp, tp_rank)]
+
+    def _part(self, name: str, width: int, cells: torch.Tensor, scale: str) -> PartCache:
+        cells = cells.view(torch.uint8)
+        if self.dtype not in FP8:
+            return PartCache(Part(name, width, self.dtype), cells)
+        live = [float(value) for value in getattr(self.module, f"_{scale}_scale").detach().float().flatten().tolist()]
+        used = float(getattr(self.module, f"_{scale}_scale_float"))
+        if len(live) == 1 and f32_hex(live[0]) != f32_hex(used):
+            raise Invalid(
+                f"layer {self.name}: its {scale}_scale is {live[0]} on the device and {used} on the host: which one its kernel uses is unknown"
+            )
+        if len(live) == 1 or self.backend == CPU:  # CPU kernels use one scale whatever the checkpoint has: the largest
+            return PartCache(Part(name, width, self.dtype, "tensor"), cells, [used])
+        if len(live) != self.spec.num_kv_heads:
+            raise Invalid(f"layer {self.name}: {len(live)} {scale} scales for {self.spec.num_kv_heads} heads")
+        return PartCache(Part(name, width, self.dtype, "head"), cells, live)
+
+    def _opaque(self, cache: torch.Tensor, tp: int, tp_rank: int) -> PartCache:
+        """The whole page, unread. Every rank's bytes are parts of their own."""
+        isa = getattr(self.module, "isa", "")
+        said = [self.backend, isa, self.stated, str(self.spec.dtype), list(cache.shape[1:]), self.spec.block_size, tp]
+        said += [f32_hex(float(getattr(self.module, f"_{scale}_scale_float", 1.0))) for scale in "kv"]
+        self.digest = blake2b(canonical_json(said), digest_size=32).hexdigest()
+        self.format = f"opaque {self.backend} {self.stated}"
+        cells = cache.view(torch.uint8)
+        return PartCache(Part("bytes", cells[0].numel() * (self.spec.block_size // cache.shape[2]), "u8"), cells)
+
+    def shape(self, config: Any, tp_rank: int) -> dict[str, Any]:
+        """What all layers of a group share, with this rank's heads. Raises Invalid where heads do not divide as vLLM divides them."""
+        spec, tp = self.spec, config.parallel_config.tensor_parallel_size
+        if getattr(spec, "attention_chunk_size", None) is not None:
+            raise Invalid(f"layer {self.name}: chunked local attention is not kept by kvtier")
+        shape = {
+            "kind": self.kind,
+            "heads": 1,
+            "heads_total": 1,
+            "head_lo": 0,
+            "tokens": spec.block_size,
+            "window": getattr(spec, "sliding_window", None),
+        }
+        if self.digest is not None:
+            return {**shape, "kind": "opaque", "digest": self.digest}
+        if self.kind == "latent":
+            self.saver = tp_rank == 0  # every rank holds the same latent
+        else:
+            total, heads = config.model_config.get_total_num_kv_heads(), spec.num_kv_heads
+            if heads != max(1, total // tp) or max(total, tp) % min(total, tp):
+                raise Invalid(f"layer {self.name}: {heads} KV heads on each of {tp} ranks do not make {total}")
+            self.saver = tp <= total or tp_rank % (tp // total) == 0  # of ranks that share a head the lowest saves
+            shape |= {"heads": heads, "heads_total": total, "head_lo": tp_rank * total // tp}
+        return {**shape, "digest": None}

@@ -1,0 +1,1 @@
+"""kvtier as a secondary tier of vLLM's own CPU offloading."""

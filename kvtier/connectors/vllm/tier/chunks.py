@@ -1,0 +1,187 @@
+"""Which namespace and block a chunk of vLLM's CPU offloading is, and whether the operator's description is that of this engine.
+
+A tier of vLLM sees a name of a model, sizes and bytes; not its weights, scales or revision. That comes from the description that the operator gives
+(`kvtier namespace`); it is a field of the namespace by its digest, beside all that vLLM does say. What can be compared is compared at the start:
+local weights with the revision that is described, and the bytes of a token. Reads files at the start only; thread-safe.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from kvtier.connectors.common.object_naming import ObjectForm, Space, readable
+from kvtier.errors import Invalid
+from kvtier.format.description_file import read_description
+from kvtier.format.fingerprint import resolve_revision
+from kvtier.format.identity import Description, HashScheme, canonical_json
+from kvtier.format.layout import Group, Layer, Layout, Part
+from kvtier.protocol.addresses import default_socket
+
+ALGORITHM = "vLLM offload key, kvtier 1"
+KNOWN = ("namespace", "socket", "check")
+CHECKS = ("sampled", "full", "off")
+_PERSON_KEY = b"kvtier.vllm.off1"
+_PERSON_FORM = b"kvtier.vllm.chk1"
+
+
+@dataclass(frozen=True, slots=True)
+class TierSettings:
+    """What a user may say beside `type` and `module_path`.
+
+    namespace   file with the description of what this engine serves, as `kvtier namespace MODEL --save FILE` writes it; required
+    socket      the daemon's socket
+    check       "sampled" or "full": how the weights that vLLM names are compared with the description; "off": it is believed
+    """
+
+    description: Description
+    socket: str
+    check: str
+
+
+def read(said: Mapping[str, Any]) -> TierSettings:
+    """Settings out of a tier's configuration. Raises Invalid, saying what to write: above all where no namespace is given."""
+    if unknown := sorted(map(str, set(said) - set(KNOWN))):
+        raise Invalid(f"the tier has no setting {', '.join(unknown)[:200]}; there are {', '.join(KNOWN)}")
+    file, socket, check = said.get("namespace"), said.get("socket", str(default_socket())), said.get("check", "sampled")
+    if not isinstance(file, str) or not file:
+        raise Invalid(
+            "kvtier does not store what has no identity: a tier of vLLM is told neither revision nor scales of the model. Write "
+            '"namespace": "FILE" beside "type" and "module_path", with a file that `kvtier namespace MODEL --save FILE` has written'
+        )
+    if not isinstance(socket, str) or not socket:
+        raise Invalid(f"socket is a path, not {socket!r:.80}")
+    if check not in CHECKS:
+        raise Invalid(f"check is one of {', '.join(CHECKS)}, not {check!r:.80}")
+    return TierSettings(read_description(Path(file)), socket, check)
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """All that vLLM says of the bytes of a chunk. Any of it changes the namespace.
+
+    model        path or hub id that vLLM was given; not in the namespace, which has the description's name
+    version      vLLM's own: it alone knows how it lays out what kvtier does not interpret
+    platform     vLLM's name of it, and its kind of FP8
+    dtype        vLLM's name of the cache's number format
+    layout       physical layout of the cache, and of the chunk
+    groups       per KV cache group: its number, tokens of a block, names of its layers
+    ranks        sizes: world, tensor, pipeline, prefill context and decode context parallel
+    worker_bytes of one block on one rank
+    copies       ranks whose bytes stand in a chunk
+    chunk_blocks blocks of a chunk; chunk_bytes: of a chunk, with vLLM's padding
+    hash_tokens  tokens under one hash; seed: what vLLM's hashes start from
+    """
+
+    model: str
+    version: str
+    platform: str
+    dtype: str
+    layout: str
+    groups: tuple[tuple[int, int, tuple[str, ...]], ...]
+    ranks: tuple[int, ...]
+    worker_bytes: int
+    copies: int
+    chunk_blocks: int
+    chunk_bytes: int
+    hash_tokens: int
+    seed: str = field(default="", repr=False)
+
+    @property
+    def settings(self) -> dict[str, str | int]:
+        """For the namespace, each by a name of its own, so that a difference can be read."""
+        layers = blake2b(canonical_json([list(names) for _, _, names in self.groups]), digest_size=16).hexdigest()
+        return {
+            "vllm.version": self.version,
+            "vllm.platform": self.platform,
+            "vllm.cache_dtype": self.dtype,
+            "vllm.layers": layers,
+            "vllm.block_tokens": ", ".join(f"{number}: {tokens}" for number, tokens, _ in self.groups)[:1024],
+            "vllm.ranks": ", ".join(map(str, self.ranks)),
+            "vllm.worker_bytes": self.worker_bytes,
+            "vllm.copies": self.copies,
+            "vllm.chunk_blocks": self.chunk_blocks,
+            "vllm.chunk_bytes": self.chunk_bytes,
+        }
+
+
+class ChunkSpace(Space):
+    """The namespace of an engine's chunks: of opaque bytes, in pieces where a chunk is larger than a block may be. Raises Invalid."""
+
+    def __init__(self, base: Description, engine: Engine) -> None:
+        self._engine = engine
+        super().__init__(base, ObjectForm((), engine.chunk_bytes))
+
+    def describe(self, base: Description, form: ObjectForm, pieces: Sequence[int]) -> Description:
+        """Of the operator's description what still holds for opaque bytes, all of it by its digest, and what the engine says."""
+        engine, base_digest = self._engine, base.digest.hex()
+        settings = {**base.rope, **readable(base.scales), **engine.settings, "vllm.description": base_digest}
+        digest = blake2b(
+            canonical_json([base_digest, settings, engine.layout]), digest_size=32, person=_PERSON_FORM
+        ).hexdigest()
+        layers = tuple(Layer(at, (Part("bytes", nbytes, "u8"),)) for at, nbytes in enumerate(pieces))
+        seed = blake2b(engine.seed.encode(), digest_size=16).hexdigest()
+        return Description(
+            base.model,
+            base.revision,
+            Layout((Group("opaque", 1, 1, layers, digest=digest),)),
+            HashScheme(ALGORITHM, seed, engine.hash_tokens),
+            artifact=base.artifact,
+            rule=base.rule,
+            codec=base.codec,
+            rope=settings,
+            backend="vLLM offload chunk",
+            physical=engine.layout,
+            packing=base.packing,
+        )
+
+
+def content_hash(key: bytes) -> bytes:
+    """32 bytes for an offload key of vLLM: block hash and KV cache group. The cache salt and an adapter's name are in the block hash already."""
+    return blake2b(key, digest_size=32, person=_PERSON_KEY).digest()
+
+
+def compare(base: Description, engine: Engine, check: str) -> None:
+    """Raises Invalid where the description cannot be that of this engine, or nobody can tell. May read the weights' fingerprint."""
+    if engine.platform.startswith("cpu") and base.packing is None:
+        raise Invalid(
+            "the namespace is that of a GPU engine, but this one computes on a CPU, which packs K by its instruction set: write it anew with --cpu"
+        )
+    _compare_bytes(base, engine)
+    if check == "off":
+        return
+    advice = "write it anew by `kvtier namespace`"
+    if os.path.exists(engine.model):
+        _, found = resolve_revision(engine.model, full=check == "full")
+    elif engine.model != base.model:
+        raise Invalid(f"the namespace is that of {base.model}, but vLLM serves {engine.model}: {advice}")
+    else:
+        _, found = resolve_revision(engine.model)
+        advice += ", or, if vLLM was given a revision, give it the directory of that revision instead: a tier is not told the revision"
+    if found != base.revision:
+        raise Invalid(f"the namespace is that of revision {base.revision}, but {engine.model} is {found}: {advice}")
+
+
+def _compare_bytes(base: Description, engine: Engine) -> None:
+    """The bytes of a token are those described, give or take half: what differs by more has another dtype or shape. Nothing is said of caches of
+    several groups, of opaque ones, and where context parallelism or pipelines spread tokens or layers."""
+    (_, tensor, *others), group = engine.ranks, base.layout.groups[0]
+    if (
+        len(base.layout.groups) > 1
+        or len(engine.groups) > 1
+        or group.kind == "opaque"
+        or any(size > 1 for size in others)
+    ):
+        return
+    block = sum(group.data_bytes(part) for layer in group.layers for part in layer.parts) * group.heads
+    described = block / group.tokens * max(1, tensor // group.heads)
+    found = engine.worker_bytes * tensor / engine.groups[0][1]
+    if not 2 * described < 3 * found < 4.5 * described:
+        raise Invalid(
+            f"the namespace describes {described:g} bytes of KV a token, but vLLM keeps {found:g} (cache dtype {engine.dtype}): it is that "
+            "of another model or --kv-cache-dtype. Write it anew by `kvtier namespace`"
+        )

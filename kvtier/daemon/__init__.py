@@ -1,1 +1,0 @@
-"""The daemon: configuration, command line and life cycle around the service."""

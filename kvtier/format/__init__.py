@@ -1,0 +1,1 @@
+"""What makes two blocks interchangeable, and every byte of one."""

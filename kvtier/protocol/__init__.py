@@ -1,0 +1,1 @@
+"""What both ends of a socket share: frames, verbs, codes, limits, deadlines, and where the daemon listens."""

@@ -1,0 +1,242 @@
+"""An evaluation on disk: report.md for people, CSV for programs, plots where matplotlib is installed. Overwrites its own files, nothing else."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import importlib.util
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvtier.quality.evaluate import BAD, DOUBTFUL, Evaluation
+from kvtier.quality.standard import MEANING
+
+FILES = ("report.md", "comparison.csv", "layers.csv", "retrieval.csv", "answers.csv")
+
+
+def write(made: Evaluation, directory: Path) -> list[Path]:
+    """Writes everything; the files in the order they should be read. Raises OSError if the disk refuses."""
+    directory.mkdir(parents=True, exist_ok=True)
+    write_csv(directory / "comparison.csv", comparison_rows(made))
+    write_csv(directory / "layers.csv", layer_rows(made))
+    write_csv(directory / "retrieval.csv", retrieval_rows(made))
+    write_csv(directory / "answers.csv", made.answers)
+    plots = plot(made, directory)
+    (directory / "report.md").write_text(markdown(made, [path.name for path in plots]), "utf-8")
+    return [directory / name for name in FILES] + plots
+
+
+def markdown(made: Evaluation, plots: Sequence[str] = ()) -> str:
+    """The report as one text: the verdict first."""
+    subject = made.subject
+    lines = [
+        f"# Quality of quantized KV: {subject.name}",
+        "",
+        f"Revision `{subject.revision}`." + (f" {subject.note}." if subject.note else ""),
+        "",
+    ]
+    lines += [
+        f"**Warning: {one.topic}.** {one.found[:1].upper()}{one.found[1:]}. {one.do[:1].upper()}{one.do[1:]}.\n"
+        for one in made.warnings
+    ]
+    lines += ["## Verdict", "", "| model | scheme | verdict | why |", "|---|---|---|---|"]
+    order = {BAD: 0, DOUBTFUL: 1}
+    for verdict in sorted(made.verdicts, key=lambda v: (v.model, order.get(v.word, 2))):
+        word = f"**{verdict.word}**" if verdict.word == BAD else verdict.word
+        lines.append(
+            f"| {verdict.model} | {_label(made, verdict.scheme)} | {word} | {'; '.join(verdict.reasons) or 'no limit exceeded'} |"
+        )
+    lines += [
+        "",
+        "KL is KL(native ‖ scheme) in nats per token, teacher-forced. ± is half of a 95 % interval over sequences; one sequence gives none.",
+    ]
+    for cell in made.cells:
+        edges = cell.results[0].buckets()
+        heads = "".join(f" KL {low:,}-{high:,} |" for low, high in edges)
+        native = cell.results[0].native_perplexity
+        lines += [
+            "",
+            f"## {cell.model}, {cell.text}, {cell.length:,} tokens",
+            "",
+            f"Native perplexity {native:.3f}; sequences: {len(cell.results[0].kl)}.",
+            "",
+        ]
+        lines += [
+            f"| scheme | perplexity | KL |{heads} top-1 equal | clipped |",
+            "|---|---|---|" + "---|" * (len(edges) + 2),
+        ]
+        for result in cell.results:
+            buckets = "".join(f" {result.over(result.kl, low, high)} |" for low, high in edges)
+            lines.append(
+                f"| {_label(made, result.scheme.name)} | {result.perplexity:.3f} | {result.over(result.kl)} |{buckets} {result.over(result.top1)} "
+                f"| {result.clipped:.2%} |"
+            )
+    if made.retrievals:
+        lines += [
+            "",
+            "## Retrieval",
+            "",
+            "| kind | scheme | answer NLL | right tokens | right as a whole |",
+            "|---|---|---|---|---|",
+        ]
+        lines += [
+            f"| {r.kind} | {_label(made, r.scheme)} | {r.nll} | {r.correct} | {r.exact} |" for r in made.retrievals
+        ]
+    if made.answered:
+        lines += [
+            "",
+            "## Answers",
+            "",
+            "| stratum | scheme | passed | whole JSON | repeated 4-grams | first tokens equal |",
+            "|---|---|---|---|---|---|",
+        ]
+        for a in made.answered:
+            name = _label(made, a.scheme)
+            lines.append(
+                f"| {a.stratum} | {name} | {a.passed} of {a.tasks} | {a.json} of {a.tasks} | {a.repetition:.2f} | {a.same_tokens:.2f} |"
+            )
+        lines += [
+            "",
+            "How long the first tokens stay equal separates nothing: any change ends it. It is information only.",
+        ]
+    if made.bytes_per_token:
+        lines += ["", "## Bytes", "", "| scheme | bytes per token in kvtier |", "|---|---|"]
+        lines += [f"| {_label(made, name)} | {value:,.0f} |" for name, value in made.bytes_per_token.items()]
+    lines += [
+        "",
+        "## Schemes",
+        "",
+        *(f"- {name}: {meaning}" for name, meaning in MEANING.items() if name in _names(made)),
+    ]
+    lines += (
+        ["", *(f"![{name}]({name})" for name in plots)] if plots else ["", "No plots: matplotlib is not installed."]
+    )
+    return "\n".join(lines) + "\n"
+
+
+def comparison_rows(made: Evaluation) -> list[dict[str, Any]]:
+    """One row per cell, scheme and bucket of positions; bucket "all" first."""
+    rows = []
+    for cell in made.cells:
+        for result in cell.results:
+            longest = max(len(trace) for trace in result.kl)
+            for low, high in [(0, longest), *result.buckets()]:
+                kl, top1 = result.over(result.kl, low, high), result.over(result.top1, low, high)
+                nll, native = result.over(result.nll, low, high), result.over(result.native_nll, low, high)
+                assert kl is not None and top1 is not None and nll is not None and native is not None
+                rows.append(
+                    {
+                        "model": cell.model,
+                        "text": cell.text,
+                        "length": cell.length,
+                        "scheme": result.scheme.name,
+                        "from": low,
+                        "to": high,
+                        "sequences": kl.sequences,
+                        "kl": kl.mean,
+                        "kl_half": kl.half,
+                        "nll": nll.mean,
+                        "native_nll": native.mean,
+                        "top1": top1.mean,
+                        "top1_half": top1.half,
+                        "clipped_share": result.clipped,
+                    }
+                )
+    return rows
+
+
+def layer_rows(made: Evaluation) -> list[dict[str, Any]]:
+    """What the quantizer saw, per cell, scheme, layer and part: the drift of live values against the scales."""
+    rows = []
+    for cell in made.cells:
+        for result in cell.results:
+            for (layer, part), tally in sorted(result.tallies.items()):
+                top = float(tally.amax.max()) if tally.amax is not None else 0.0
+                scales = result.scheme.scales.get((layer, part))
+                limit = 448 * float(scales.max()) if scales is not None and scales.dim() == 1 else None
+                rows.append(
+                    {
+                        "model": cell.model,
+                        "text": cell.text,
+                        "length": cell.length,
+                        "scheme": result.scheme.name,
+                        "layer": layer,
+                        "part": part,
+                        "amax": top,
+                        "amax_over_limit": None if limit is None else top / limit,
+                        "clipped_share": tally.clipped / max(1, tally.elements),
+                    }
+                )
+    return rows
+
+
+def retrieval_rows(made: Evaluation) -> list[dict[str, Any]]:
+    """One row per kind of retrieval and scheme."""
+    return [
+        {
+            "kind": r.kind,
+            "scheme": r.scheme,
+            "contexts": r.nll.sequences,
+            "nll": r.nll.mean,
+            "nll_half": r.nll.half,
+            "correct": r.correct.mean,
+            "exact": r.exact.mean,
+        }
+        for r in made.retrievals
+    ]
+
+
+def plot(made: Evaluation, directory: Path) -> list[Path]:
+    """KL over positions, one picture per model, text and length; nothing where matplotlib is not installed."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return []
+    figures = importlib.import_module("matplotlib.figure")
+    paths = []
+    for cell in made.cells:
+        figure = figures.Figure(figsize=(8, 5))
+        axes = figure.subplots()
+        for result in cell.results:
+            points = [
+                (low, interval.mean)
+                for low, high in _steps(result.kl)
+                if (interval := result.over(result.kl, low, high)) is not None
+            ]
+            axes.plot([x for x, _ in points], [max(y, 1e-6) for _, y in points], label=result.scheme.name)
+        axes.set(
+            yscale="log",
+            xlabel="position",
+            ylabel="KL(native || scheme), nats",
+            title=f"{cell.model}, {cell.text}, {cell.length:,} tokens",
+        )
+        axes.legend(fontsize="small")
+        name = "".join(c if c.isalnum() else "-" for c in f"kl-{cell.model}-{cell.text}-{cell.length}")
+        path = directory / f"{name}.png"
+        figure.savefig(path, dpi=120)
+        paths.append(path)
+    return paths
+
+
+def _steps(traces: Sequence[Any]) -> list[tuple[int, int]]:
+    longest = max(len(trace) for trace in traces)
+    width = max(1, longest // 16)
+    return [(low, min(low + width, longest)) for low in range(0, longest, width)]
+
+
+def _names(made: Evaluation) -> set[str]:
+    return {result.scheme.name for cell in made.cells for result in cell.results}
+
+
+def _label(made: Evaluation, name: str) -> str:
+    """A scheme's name, with the mark of scale 1.0 wherever it is shown."""
+    scheme = next((result.scheme for cell in made.cells for result in cell.results if result.scheme.name == name), None)
+    return f"{name} (uncalibrated: scale 1.0)" if scheme is not None and scheme.uncalibrated else name
+
+
+def write_csv(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """A CSV of rows that have the same fields; a header alone where there is none."""
+    listed = list(rows)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(listed[0]) if listed else ["nothing"], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(listed)

@@ -1,0 +1,317 @@
+"""What an average perplexity hides: copying from far back, needles in many documents, JSON and tool calls, repetition, and a user's own tasks.
+
+Retrieval is scored teacher-forced (how likely is the right answer), which separates schemes even where the model is too weak to answer. Free-running
+answers are made with the same prompts, seed and sampling for every scheme; their checkers decide.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvtier.errors import Invalid
+from kvtier.format.tensors import read_whole
+from kvtier.quality.calibrate import CHUNK, fresh_cache
+from kvtier.quality.checkers import valid_json, validate
+from kvtier.quality.compare import Interval, Scored, interval, score
+from kvtier.quality.schemes import Quantizer, Scheme
+from kvtier.quality.subject import Subject, forward
+from kvtier.quality.unit import layers_of
+
+PASSAGE, CUE = 28, 8  # tokens of a hidden passage, and of its beginning that the question repeats
+MAX_FILE_BYTES = 64 * 2**20
+MAX_TASKS = 10_000
+
+Step = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One prompt and how its answer is checked; `stratum` is a name for the report."""
+
+    name: str
+    prompt: str
+    checker: dict[str, Any]
+    max_tokens: int = 64
+    stratum: str = "tasks"
+
+
+@dataclass(frozen=True, slots=True)
+class Retrieval:
+    """One scheme on one kind of retrieval: over contexts, mean answer NLL per token, share of right tokens, share of answers right as a whole."""
+
+    kind: str
+    scheme: str
+    nll: Interval
+    correct: Interval
+    exact: Interval
+
+
+@dataclass(frozen=True, slots=True)
+class TaskAnswers:
+    """One scheme's free-running answers to one stratum of tasks: passed, that hold whole JSON, mean share of repeated 4-grams, and how many equal the
+    native answer's first tokens."""
+
+    stratum: str
+    scheme: str
+    tasks: int
+    passed: int
+    json: int
+    repetition: float
+    same_tokens: float
+
+
+def copies(
+    newline: Sequence[int], filler: Sequence[int], words: Sequence[Sequence[int]], length: int, passages: int, seed: int
+) -> tuple[list[int], list[tuple[Any, Any]]]:
+    """A context of `length` tokens with passages of shuffled words hidden in filler, and (cue, answer) of each: long-range copy. `words` are many, so
+    that hardly one stands in two passages: else the beginning of a passage does not say how it goes on."""
+    chance = random.Random(seed)
+    made = []
+    for _ in range(passages):
+        ids: list[int] = list(newline)
+        while len(ids) < PASSAGE:
+            ids += [token for word in chance.sample(list(words), min(PASSAGE, len(words))) for token in word]
+        made.append(ids[:PASSAGE])
+    return _hide(list(filler), [[*ids, *newline] for ids in made], length, chance), [
+        (ids[:CUE], ids[CUE:]) for ids in made
+    ]
+
+
+def needles(
+    encode: Callable[[str], list[int]], filler: Sequence[int], length: int, count: int, seed: int
+) -> tuple[list[int], list[tuple[list[int], list[int]]]]:
+    """A context of documents with one fact in each, and (question, answer) of each: several needles."""
+    chance = random.Random(seed)
+    cities = [
+        "Oslo",
+        "Lima",
+        "Cairo",
+        "Perth",
+        "Quito",
+        "Turin",
+        "Dakar",
+        "Kyoto",
+        "Sofia",
+        "Minsk",
+        "Accra",
+        "Hanoi",
+        "Riga",
+        "Leeds",
+        "Tunis",
+        "Ghent",
+    ]
+    chosen = chance.sample(cities, min(count, len(cities)))
+    codes = {city: f"{chance.randrange(10_000, 99_999)}" for city in chosen}
+    facts = [
+        encode(f"\n\nNote: the access code of the office in {city} is {code}.\n\n") for city, code in codes.items()
+    ]
+    context = _hide(list(filler), facts, length, chance)
+    return context, [
+        (
+            encode(f"\n\nQuestion: what is the access code of the office in {city}?\nAnswer: it is"),
+            encode(f" {codes[city]}"),
+        )
+        for city in chosen
+    ]
+
+
+def retrieval(
+    subject: Subject,
+    kind: str,
+    contexts: Sequence[tuple[list[int], list[tuple[Any, Any]]]],
+    schemes: Sequence[Scheme | None],
+    step: Step | None = None,
+) -> list[Retrieval]:
+    """Scores every scheme (None: native) over contexts; intervals are over contexts."""
+    per_scheme: list[list[list[Scored]]] = [[] for _ in schemes]
+    for done, (context, queries) in enumerate(contexts, 1):
+        for mine, scored in zip(per_scheme, score(subject, context, queries, schemes), strict=True):
+            mine.append(scored)
+        if step is not None:
+            step(done, len(contexts))
+    found = []
+    for scheme, runs in zip(schemes, per_scheme, strict=True):
+        nll, correct, exact = (
+            [sum(getattr(s, name) for s in run) / len(run) for run in runs] for name in ("nll", "correct", "exact")
+        )
+        intervals = [interval(values) for values in (nll, correct, exact)]
+        assert all(one is not None for one in intervals)
+        found.append(Retrieval(kind, "native" if scheme is None else scheme.name, *intervals))  # type: ignore[arg-type]
+    return found
+
+
+def generate(
+    subject: Subject, prompt: Sequence[int], scheme: Scheme | None, most: int, temperature: float = 0.0, seed: int = 0
+) -> list[int]:
+    """Up to `most` tokens after the prompt, greedy at temperature 0; the same seed draws the same random numbers whatever the scheme."""
+    cache = Quantizer(scheme).attach(fresh_cache(subject), [index for index, _, _ in layers_of(subject.caches)])
+    tokens, generator = torch.tensor(list(prompt)), torch.Generator().manual_seed(seed)
+    for at in range(0, len(tokens), CHUNK):
+        logits = forward(subject.model, tokens[at : at + CHUNK], cache)[-1].float().cpu()
+    answer: list[int] = []
+    while True:
+        drawn = (
+            torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+            if temperature > 0
+            else logits.argmax()
+        )
+        chosen = int(drawn)
+        if chosen in subject.end:
+            return answer
+        answer.append(chosen)
+        if len(answer) == most:
+            return answer
+        logits = forward(subject.model, torch.tensor([chosen]), cache)[-1].float().cpu()
+
+
+def answer_all(
+    subject: Subject,
+    tasks: Sequence[Task],
+    schemes: Sequence[Scheme | None],
+    *,
+    temperature: float = 0.0,
+    seed: int = 0,
+    step: Step | None = None,
+) -> tuple[list[TaskAnswers], list[dict[str, Any]]]:
+    """Answers of every scheme to every task, by stratum; and each answer as a row. schemes[0] is what the others' first tokens are held against."""
+    from kvtier.quality.checkers import check
+
+    rows: list[dict[str, Any]] = []
+    done = 0
+    for task in tasks:
+        prompt = subject.encode(subject.chat(task.prompt))
+        first: list[int] | None = None
+        for scheme in schemes:
+            ids = generate(subject, prompt, scheme, task.max_tokens, temperature, seed)
+            first = ids if first is None else first
+            text = subject.decode(ids)
+            same = next(
+                (i for i, (a, b) in enumerate(zip(first, ids, strict=False)) if a != b), min(len(first), len(ids))
+            )
+            rows.append(
+                {
+                    "task": task.name,
+                    "stratum": task.stratum,
+                    "scheme": "native" if scheme is None else scheme.name,
+                    "passed": check(task.checker, text),
+                    "json": valid_json(text),
+                    "repetition": repetition(ids),
+                    "same_tokens": same / max(1, len(first), len(ids)),
+                    "answer": text,
+                }
+            )
+            done += 1
+            if step is not None:
+                step(done, len(tasks) * len(schemes))
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((str(row["stratum"]), str(row["scheme"])), []).append(row)
+    found = []
+    for (stratum, name), mine in groups.items():
+        mean = {key: sum(row[key] for row in mine) / len(mine) for key in ("repetition", "same_tokens")}
+        found.append(
+            TaskAnswers(stratum, name, len(mine), sum(r["passed"] for r in mine), sum(r["json"] for r in mine), **mean)
+        )
+    return found, rows
+
+
+def repetition(ids: Sequence[int], n: int = 4) -> float:
+    """Share of n-grams that stood before: 0 for none, near 1 for a loop."""
+    grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def read(path: Path) -> list[Task]:
+    """Tasks of a JSONL file: {"prompt", "checker"} a line, and "name", "max_tokens", "stratum" if it likes. Raises Invalid with the line's number."""
+    tasks = []
+    for number, line in enumerate(read_whole(path, MAX_FILE_BYTES).decode("utf-8", "replace").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            data = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise Invalid(f"{path}, line {number}: not JSON: {error!s:.200}") from None
+        try:
+            tasks.append(_task(data, number))
+        except Invalid as error:
+            raise Invalid(f"{path}, line {number}: {error}") from None
+    if not 1 <= len(tasks) <= MAX_TASKS:
+        raise Invalid(f"{path} has {len(tasks)} tasks; 1 to {MAX_TASKS} are read")
+    return tasks
+
+
+def _task(data: Any, number: int) -> Task:
+    if not isinstance(data, dict) or (
+        unknown := sorted(set(data) - {"prompt", "checker", "name", "max_tokens", "stratum"})
+    ):
+        raise Invalid(
+            "a task is an object" if not isinstance(data, dict) else f"unknown fields: {', '.join(unknown)[:200]}"
+        )
+    prompt, most, name, stratum = (
+        data.get("prompt"),
+        data.get("max_tokens", 64),
+        data.get("name", f"line {number}"),
+        data.get("stratum", "tasks"),
+    )
+    if not isinstance(prompt, str) or not prompt or not isinstance(name, str) or not isinstance(stratum, str):
+        raise Invalid("prompt, name and stratum are text")
+    if type(most) is not int or not 1 <= most <= 8192:
+        raise Invalid("max_tokens is from 1 to 8192")
+    validate(data.get("checker"))
+    return Task(name, prompt, data["checker"], most, stratum)
+
+
+def built_in() -> list[Task]:
+    """A few tasks of each kind that a product depends on: JSON of a schema, a tool call, a figure from a text, long generation."""
+    person = {
+        "type": "object",
+        "required": ["name", "age"],
+        "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    }
+    city = {"type": "object", "required": ["city"], "properties": {"city": {"type": "string"}}}
+    return [
+        Task(
+            "person",
+            'Answer with JSON only: {"name": ..., "age": ...} for Ada, who is 36.',
+            {"kind": "json-schema", "value": person},
+            48,
+            "json",
+        ),
+        Task(
+            "weather",
+            'You may call a tool by answering {"name": "weather", "arguments": {"city": "..."}}. What is the weather in Oslo?',
+            {"kind": "tool-call", "name": "weather", "arguments": city},
+            48,
+            "tool calls",
+        ),
+        Task(
+            "revenue",
+            "Report: revenue was 4812 in March and 5120 in April. What was the revenue in April?",
+            {"kind": "numbers", "value": [5120]},
+            32,
+            "figures",
+        ),
+        Task(
+            "story", "Write a long story about a lighthouse.", {"kind": "regex", "value": r"\w"}, 160, "long generation"
+        ),
+    ]
+
+
+def _hide(filler: list[int], pieces: Sequence[Sequence[int]], length: int, chance: random.Random) -> list[int]:
+    """Filler cut to what is left of `length`, with the pieces at random places."""
+    budget = length - sum(map(len, pieces))
+    if budget < 16 or len(filler) < budget:
+        raise Invalid(f"{length} tokens are too few for what is to be hidden in them, or the filler is too short")
+    cuts = sorted(chance.randrange(8, budget) for _ in pieces)
+    context, at = [], 0
+    for cut, piece in zip(cuts, pieces, strict=True):
+        context += [*filler[at:cut], *piece]
+        at = cut
+    return context + filler[at:budget]

@@ -1,0 +1,400 @@
+"""The public door: the verbs over gRPC, for other hosts, operators and other languages, and for processes that cannot map the arena.
+
+One rule: who calls is known before anything that it sends is read. Every method is served as a stream of requests, even where one message is all
+there is, because gRPC would otherwise receive that message first. On Unix sockets the file's mode decides who connects; on TCP a token does,
+and only grpc.health.v1 answers without one. Everything is bounded: threads, calls under way, puts and gets among them, time, standing still.
+Bulk calls have a session of their own each, so nothing stays held after one. Thread-safe.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import grpc
+from google.protobuf import descriptor_pool
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+
+from kvtier.errors import Invalid, KvtierError, NotFound, Stale, Unauthenticated, Unavailable
+from kvtier.protocol import rpc
+from kvtier.protocol.limits import CHUNK
+from kvtier.protocol.v1 import kvtier_pb2 as pb
+from kvtier.server import streams
+from kvtier.server.access import Certificates, Tokens
+from kvtier.server.in_flight import PATIENCE, STALL, Call, InFlight, Places
+from kvtier.server.sessions import ADMIN, READ, WRITE, Peer, Session
+from kvtier.server.socket_claim import SocketClaim
+from kvtier.server.verbs import HANDLERS, Service
+
+WORKERS = 16  # more threads only raise latency: 4 of them reach what 16 do, in calls and in bytes a second
+MAX_BULK = 12  # puts, gets and reflection streams at once: small calls always find a thread
+MAX_BULK_EACH = 8  # of one tenant: another one always finds a place
+MAX_CALLS = 64  # under way or waiting for a thread, of each kind of listener
+MAX_CONNECTIONS = 256  # of all TCP listeners, those that have not said anything among them
+MAX_STRANGERS = 4  # health checks being read at once: of the calls that need no token
+
+HEALTH = "grpc.health.v1.Health"
+REFLECTION = "grpc.reflection.v1alpha.ServerReflection"
+
+_NOBODY = Peer("", READ)
+Who = Callable[[Any], tuple[Peer, str]]  # from a call's context: the peer, and its name in the log
+Stream = Generator[bytes, None, None]
+
+log = logging.getLogger(__name__)
+
+
+class Address(Protocol):
+    """Where to listen: a Unix socket's `path`, or `host` and `port` (0: any free one)."""
+
+    @property
+    def path(self) -> Path | None: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def port(self) -> int: ...
+    @property
+    def loopback(self) -> bool: ...
+
+
+class GrpcServer:
+    """Listens on `addresses`; `ports` are those of the TCP ones. `unix_peer` is who calls on a Unix socket without a token, None: nobody may.
+
+    `live` and `ready` are what health checks are told. Raises Invalid for a TCP listener without its locks, Unavailable if an address is
+    taken. Answers calls after `start`; `close` ends all threads.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        addresses: Sequence[Address],
+        *,
+        unix_peer: Peer | None,
+        unix_mode: int = 0o600,
+        tokens: Tokens | None = None,
+        certificates: Certificates | None = None,
+        live: Callable[[], bool] = lambda: True,
+        ready: Callable[[], bool] = lambda: True,
+        ping: float = rpc.PING,
+    ) -> None:
+        self._service, self._tokens, self._certificates = service, tokens, certificates
+        self._unix_peer, self._unix_mode = unix_peer, unix_mode
+        self._health = {"": live, rpc.SERVICE: ready}
+        self._options = rpc.server_options(ping)
+        self._calls = InFlight()
+        self._bulk = Places(MAX_BULK, MAX_BULK_EACH, "puts and gets")
+        self._strangers = Places(MAX_STRANGERS, MAX_STRANGERS, "health checks")
+        self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="grpc")
+        self._servers: list[Any] = []
+        self._guards: list[SocketClaim] = []
+        self.ports: list[int] = []
+        try:
+            self._listen([a for a in addresses if a.path is not None], [a for a in addresses if a.path is None])
+        except BaseException:
+            self.close(0)
+            raise
+
+    # -- life
+
+    def start(self) -> None:
+        """Begins to answer."""
+        for server in self._servers:
+            server.start()
+        self._calls.start()
+
+    def alive(self) -> bool:
+        """Whether the thread that ends calls runs."""
+        return self._calls.alive()
+
+    def close(self, grace: float = PATIENCE) -> None:
+        """Takes no more calls, gives those under way `grace` seconds, then cuts them. Removes the sockets."""
+        for stopped in [server.stop(grace) for server in self._servers]:
+            stopped.wait(grace + PATIENCE)
+        self._calls.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        while self._guards:
+            self._guards.pop().close()
+
+    def gauges(self) -> dict[str, int]:
+        """Calls under way, bulk calls among them, and calls cut so far for standing still or lasting too long."""
+        return {
+            "grpc_calls": len(self._calls),
+            "grpc_bulk_calls": self._bulk.taken,
+            "grpc_cut_total": self._calls.cut,
+        }
+
+    def _listen(self, unix: list[Address], tcp: list[Address]) -> None:
+        for address in tcp:
+            if self._tokens is None:
+                raise Invalid(
+                    f"grpc: {address} is open to whoever reaches it: write token_file, or listen on a Unix socket"
+                )
+            if not address.loopback and self._certificates is None:
+                raise Invalid(
+                    f"grpc: {address} is not loopback, so tokens and blocks would cross the network in clear: write tls_cert and tls_key"
+                )
+        if unix:
+            server = self._server(self._unix_caller, [])
+            for address in unix:
+                assert address.path is not None
+                self._bind_unix(server, address.path)
+        if tcp:
+            limits = [
+                ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+                ("grpc.server_handshake_timeout_ms", int(PATIENCE * 1000)),
+            ]
+            server = self._server(self._token_caller, limits)
+            for address in tcp:
+                self._bind_tcp(server, f"{address.host}:{address.port}")
+
+    def _server(self, who: Who, limits: list[tuple[str, int]]) -> Any:
+        server = grpc.server(self._pool, options=[*self._options, *limits], maximum_concurrent_rpcs=MAX_CALLS)
+        verbs = {
+            name: self._one(name, who, HANDLERS[verb].role, partial(self._verb, verb))
+            for verb, name in rpc.METHODS.items()
+        }
+        verbs[rpc.PUT] = self._one(rpc.PUT, who, WRITE, self._put)
+        verbs[rpc.GET] = self._many(rpc.GET, who, READ, self._get)
+        server.add_registered_method_handlers(rpc.SERVICE, verbs)
+        server.add_registered_method_handlers(HEALTH, {"Check": self._one("health", None, READ, self._check)})
+        server.add_registered_method_handlers(
+            REFLECTION, {"ServerReflectionInfo": self._many("reflection", who, READ, self._reflect)}
+        )
+        self._servers.append(server)
+        return server
+
+    def _bind_unix(self, server: Any, path: Path) -> None:
+        self._guards.append(SocketClaim(path))
+        before = os.umask(0o177)  # gRPC binds and listens at once: nobody else may connect before the mode is set
+        try:
+            server.add_insecure_port(f"unix:{path}")
+            path.chmod(self._unix_mode)
+        except (RuntimeError, OSError):
+            raise Unavailable(
+                f"cannot listen on {path}: choose another place for it, where the daemon may write"
+            ) from None
+        finally:
+            os.umask(before)
+
+    def _bind_tcp(self, server: Any, where: str) -> None:
+        try:
+            if self._certificates is None:
+                self.ports.append(server.add_insecure_port(where))
+            else:
+                self.ports.append(server.add_secure_port(where, _credentials(self._certificates)))
+        except RuntimeError:
+            raise Unavailable(
+                f"cannot listen on {where}: the port is taken, or the address is not this host's"
+            ) from None
+
+    # -- who calls
+
+    def _unix_caller(self, context: Any) -> tuple[Peer, str]:
+        authorization = _authorization(context)
+        if self._tokens is not None and (authorization is not None or self._unix_peer is None):
+            return self._token_caller(context)
+        if self._unix_peer is None:
+            raise Unauthenticated("this socket needs a token, and the daemon has no token file")
+        return self._unix_peer, "unix"
+
+    def _token_caller(self, context: Any) -> tuple[Peer, str]:
+        assert self._tokens is not None
+        token = self._tokens.check(_authorization(context), context.peer())
+        return token.peer, token.name
+
+    # -- one call
+
+    def _one(
+        self, name: str, who: Who | None, role: int, work: Callable[[Call, Session, Iterator[bytes]], bytes]
+    ) -> Any:
+        """A method with one answer. `who` None: it answers everyone."""
+        series = self._service.meters.series("grpc", name.lower())
+
+        def handle(requests: Iterator[bytes], context: Any) -> bytes:
+            began = time.perf_counter()
+            with self._calls.begin(context) as call:
+                try:
+                    answer = work(call, self._enter(call, who, role, name), requests)
+                    call.sent = len(answer)
+                    failure = None
+                except grpc.RpcError:
+                    series.add(time.perf_counter() - began, Unavailable.code, call.received, 0)
+                    raise  # the client is gone, or the call was cut: nobody hears an answer
+                except Exception as error:
+                    failure = self._failure(name, error)
+            series.add(time.perf_counter() - began, failure.code if failure else 0, call.received, call.sent)
+            if failure is not None:
+                context.abort(*rpc.status_of(failure))
+            return answer
+
+        return grpc.stream_unary_rpc_method_handler(handle)
+
+    def _many(self, name: str, who: Who, role: int, work: Callable[[Call, Session, Iterator[bytes]], Stream]) -> Any:
+        """A method with a stream of answers. gRPC closes the generator when the client is gone: what is held is given back there."""
+        series = self._service.meters.series("grpc", name.lower())
+
+        def handle(requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+            began = time.perf_counter()
+            code = Unavailable.code
+            failure = None
+            with self._calls.begin(context) as call:
+                try:
+                    with closing(work(call, self._enter(call, who, role, name), requests)) as answers:
+                        for answer in answers:
+                            call.sent += len(answer)
+                            call.waits = time.monotonic()
+                            yield answer
+                            call.waits = 0.0
+                    code = 0
+                except grpc.RpcError:
+                    raise
+                except Exception as error:
+                    failure = self._failure(name, error)
+                    code = failure.code
+                finally:
+                    series.add(time.perf_counter() - began, code, call.received, call.sent)
+            if failure is not None:
+                context.abort(*rpc.status_of(failure))
+
+        return grpc.stream_stream_rpc_method_handler(handle)
+
+    def _enter(self, call: Call, who: Who | None, role: int, name: str) -> Session:
+        """Who calls, as a session that holds nothing. Raises Unauthenticated, Denied."""
+        if who is None:
+            return Session(b"", _NOBODY, self._service.store)
+        peer, caller = who(call.context)
+        session = Session(b"", peer, self._service.store)
+        session.allow(role)
+        call.patience = STALL
+        if role >= ADMIN:
+            log.info(
+                "admin call",
+                extra={"fields": {"verb": name, "tenant": peer.tenant, "by": caller, "from": call.context.peer()}},
+            )
+        return session
+
+    def _failure(self, name: str, error: Exception) -> KvtierError:
+        if isinstance(error, KvtierError):
+            return error
+        if isinstance(error, DecodeError):
+            return Invalid(f"the body is not the message that {name} takes")
+        log.error("call failed", exc_info=error, extra={"fields": {"verb": name}})
+        return KvtierError("internal error; see the daemon's log")
+
+    # -- what is done
+
+    def _verb(self, verb: int, call: Call, session: Session, requests: Iterator[bytes]) -> bytes:
+        handler = HANDLERS[verb]
+        raw = call.next(requests)
+        if raw is None:
+            raise Invalid("the call has no request message")
+        message = handler.request.FromString(raw)
+        self._check_boot(message)
+        return handler.call(self._service, session, message).SerializeToString()
+
+    def _put(self, call: Call, caller: Session, requests: Iterator[bytes]) -> bytes:
+        with self._bulk.take(caller.peer.tenant):
+            first = call.next(requests)
+            is_message, raw = rpc.open_chunk(first) if first is not None else (False, b"")
+            if not is_message:
+                raise Invalid("a put begins with a Chunk that holds a PutRequest")
+            request = pb.PutRequest.FromString(bytes(raw))
+            self._check_boot(request.keys)
+            with self._session(caller) as session:
+                return streams.put(
+                    self._service, session, request, _pieces(call, requests), call.until
+                ).SerializeToString()
+
+    def _get(self, call: Call, caller: Session, requests: Iterator[bytes]) -> Stream:
+        with self._bulk.take(caller.peer.tenant):
+            raw = call.next(requests)
+            if raw is None:
+                raise Invalid("the call has no request message")
+            request = pb.Keys.FromString(raw)
+            self._check_boot(request)
+            with (
+                self._session(caller) as session,
+                closing(streams.get(self._service, session, request, call.until)) as items,
+            ):
+                for item in items:
+                    yield rpc.data_chunk(item) if isinstance(item, memoryview) else rpc.message_chunk(item)
+
+    @contextmanager
+    def _session(self, caller: Session) -> Iterator[Session]:
+        """A session of this one call, whose end gives everything back."""
+        session = self._service.sessions.open(caller.peer, None)
+        try:
+            yield session
+        finally:
+            self._service.sessions.leave(session)
+
+    def _check_boot(self, message: Any) -> None:
+        """A handle counts only in the life of the daemon that gave it; another life may have given the same number to another namespace."""
+        if "handle" not in message.DESCRIPTOR.fields_by_name:
+            return
+        if not message.boot:
+            raise Invalid("a handle goes with the boot number of the RegisterReply that gave it")
+        if message.boot != self._service.boot:
+            raise Stale("the daemon was started anew: register the description again")
+
+    def _check(self, call: Call, _: Session, requests: Iterator[bytes]) -> bytes:
+        with self._strangers.take(""):
+            asked = health_pb2.HealthCheckRequest.FromString(call.next(requests) or b"").service
+        verdict = self._health.get(asked)
+        if verdict is None:
+            raise NotFound(f'no such service; "" is the daemon, "{rpc.SERVICE}" whether it takes calls')
+        serving = health_pb2.HealthCheckResponse
+        return bytes(serving(status=serving.SERVING if verdict() else serving.NOT_SERVING).SerializeToString())
+
+    def _reflect(self, call: Call, caller: Session, requests: Iterator[bytes]) -> Stream:
+        with self._bulk.take(caller.peer.tenant):
+            servicer = reflection.ReflectionServicer((rpc.SERVICE, HEALTH, REFLECTION), descriptor_pool.Default())
+            asked = map(reflection_pb2.ServerReflectionRequest.FromString, iter(lambda: call.next(requests), None))
+            for answer in servicer.ServerReflectionInfo(asked, call.context):
+                yield answer.SerializeToString()
+
+
+def _pieces(call: Call, requests: Iterator[bytes]) -> Iterator[memoryview]:
+    while (raw := call.next(requests)) is not None:
+        is_message, piece = rpc.open_chunk(raw)
+        if is_message:
+            raise Invalid("after the PutRequest come bodies only")
+        if len(piece) > CHUNK:
+            raise Invalid(f"a piece of {len(piece)} bytes; the limit is {CHUNK}")
+        yield piece
+
+
+def _authorization(context: Any) -> str | None:
+    """The Authorization header. One that is there twice is as good as none."""
+    found = [value for name, value in context.invocation_metadata() if name == "authorization"]
+    return found[0] if len(found) == 1 and isinstance(found[0], str) else None
+
+
+def _credentials(certificates: Certificates) -> Any:
+    """Server credentials that ask at every handshake whether the files have changed."""
+
+    def configuration(files: tuple[bytes, bytes, bytes | None]) -> Any:
+        chain, key, client_ca = files
+        return grpc.ssl_server_certificate_configuration([(key, chain)], root_certificates=client_ca)
+
+    used = certificates.current()
+    latest = [used]
+
+    def fetch() -> Any:
+        files = certificates.current()
+        if files is latest[0]:
+            return None  # as before
+        latest[0] = files
+        return configuration(files)
+
+    return grpc.dynamic_ssl_server_credentials(
+        configuration(used), fetch, require_client_authentication=certificates.client_ca is not None
+    )

@@ -1,0 +1,319 @@
+"""The verbs as messages: what a request means, checked against every limit, and the answer. The same for the lane and for gRPC.
+
+A method takes a session and a request and returns the reply; errors are raised as `kvtier.errors`. Keys are derived here, outside any lock.
+Thread-safe: of its own it holds only the pins, under a lock of theirs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.message import Message
+
+from kvtier.errors import Invalid
+from kvtier.format.identity import NO_CONTEXT, derive_keys, diff
+from kvtier.protocol.frames import Verb
+from kvtier.protocol.limits import MAX_KEYS, MAX_RUNS, MAX_WAIT_MS
+from kvtier.protocol.stops import Stop
+from kvtier.protocol.v1 import kvtier_pb2 as pb
+from kvtier.server.meters import Meters
+from kvtier.server.sessions import ADMIN, READ, WRITE, Peer, Session, Sessions
+from kvtier.store.expiry import Expiry
+from kvtier.store.namespaces import Namespace, check_hashes
+from kvtier.store.store import Store
+from kvtier.tiers.tiering import Tiering
+from kvtier.version import __version__
+
+log = logging.getLogger(__name__)
+
+
+class Service:
+    """Verbs over one store. `boot` names this life of the daemon: 8 random bytes, in every reply."""
+
+    def __init__(self, store: Store, sessions: Sessions) -> None:
+        self.store = store
+        self.sessions = sessions
+        self.expiry = Expiry(store)  # the daemon starts it
+        self.tiering: Tiering | None = None  # set by the daemon where a lower tier is configured
+        self.meters = Meters()  # transports count their calls here
+        self.gauges: list[Callable[[], dict[str, int]]] = []  # of transports: part of the status
+        self._pin_lock = threading.Lock()
+        self._pinners: dict[str, Session] = {}  # by tenant: the daemon's own sessions, whose leases are the pins
+        self._pins: dict[tuple[str, bytes], tuple[Session, int]] = {}  # (tenant, key) -> the lease that pins it
+        self._next_pin = 0
+        self.boot = int.from_bytes(os.urandom(8), "little") | 1
+        self.started = time.time()  # unix seconds
+
+    def register(self, session: Session, request: pb.RegisterRequest) -> pb.RegisterReply:
+        namespace = self.store.namespaces.register(request.description, session.peer.tenant)
+        return pb.RegisterReply(
+            handle=namespace.handle,
+            namespace=namespace.digest,
+            description=namespace.description_digest,
+            boot=self.boot,
+        )
+
+    def lookup(self, session: Session, request: pb.LookupRequest) -> pb.LookupReply:
+        namespace = self.store.namespaces.get(request.handle, session.peer.tenant)
+        nbytes = namespace.description.hashing.nbytes
+        if len(request.run) > MAX_RUNS:
+            raise Invalid(f"{len(request.run)} runs in one call; the limit is {MAX_RUNS}")
+        check_hashes(b"".join(run.hashes for run in request.run), nbytes, MAX_KEYS)
+        reply = pb.LookupReply()
+        for run in request.run:
+            keys = _keys(namespace, run, request.context)
+            known, warm = self.store.lookup_tiers(keys)
+            reply.known.append(known)
+            reply.warm.append(warm)
+            reply.later |= (
+                known < len(keys) and self.tiering is not None and self.tiering.unsure(keys[known : known + 1])[0]
+            )
+            if request.bitmap:
+                reply.bitmap.append(_bitmap(self.store.known_each(keys)))
+        return reply
+
+    def prefetch(self, session: Session, request: pb.Keys) -> pb.Count:
+        """Starts promotion of cold blocks and returns how many are under way."""
+        namespace = self.store.namespaces.get(request.handle, session.peer.tenant)
+        keys = _keys(namespace, request, request.context)
+        if self.tiering is None:
+            return pb.Count(n=0, stop=Stop.NO_TIER)  # type: ignore[arg-type]
+        return pb.Count(n=self.tiering.prefetch(keys, namespace, namespace.extents(range_of(request))))
+
+    def flush(self, session: Session, request: pb.Keys) -> pb.Count:
+        """Waits until blocks are settled, `wait_ms` at most: how many leading ones are."""
+        namespace = self.store.namespaces.get(request.handle, session.peer.tenant)
+        keys = _keys(namespace, request, request.context)
+        if self.tiering is None:
+            return pb.Count(n=0, stop=Stop.NO_TIER)  # type: ignore[arg-type]
+        until = time.monotonic() + min(request.wait_ms, MAX_WAIT_MS) / 1000
+        settled = self.tiering.flush(keys, namespace, until)
+        return pb.Count(n=settled, stop=Stop.END if settled == len(keys) else Stop.MISS)  # type: ignore[arg-type]
+
+    def reserve(self, session: Session, request: pb.Keys) -> pb.Slots:
+        namespace = self.store.namespaces.get(request.handle, session.peer.tenant)
+        resolved = range_of(request)
+        expected = namespace.extents(resolved).block_bytes
+        if request.nbytes != expected:
+            raise Invalid(f"blocks of this namespace and range have {expected} bytes, not {request.nbytes}")
+        keys = _keys(namespace, request, request.context)
+        step = namespace.description.hashing.nbytes
+        raw = request.hashes
+        hashes = [raw[at : at + step] for at in range(0, len(raw), step)]
+        return pb.Slots(
+            offset=session.reserve(request.id, namespace, resolved, request.context or NO_CONTEXT, keys, hashes)
+        )
+
+    def seal(self, session: Session, request: pb.Held) -> pb.Count:
+        return pb.Count(n=session.seal(request.id, _entries(request)))
+
+    def abort(self, session: Session, request: pb.Held) -> pb.Count:
+        return pb.Count(n=session.abort(request.id, _entries(request)))
+
+    def lease(self, session: Session, request: pb.Keys) -> pb.Slots:
+        namespace = self.store.namespaces.get(request.handle, session.peer.tenant)
+        offsets, stop = session.lease(request.id, _keys(namespace, request, request.context))
+        return pb.Slots(offset=offsets, stop=stop)  # type: ignore[arg-type]
+
+    def release(self, session: Session, request: pb.Held) -> pb.Count:
+        return pb.Count(n=session.release(request.id, _entries(request)))
+
+    def delete(self, session: Session, request: pb.Keys) -> pb.Count:
+        namespace = self.store.namespaces.get(request.handle, session.peer.tenant)
+        return pb.Count(n=self.store.delete(_keys(namespace, request, request.context)))
+
+    def explain(self, session: Session, request: pb.ExplainRequest) -> pb.ExplainReply:
+        lines, nearest = self.store.namespaces.explain(request.description, session.peer.tenant)
+        return pb.ExplainReply(line=lines, nearest=nearest)
+
+    def status(self, session: Session, request: pb.StatusRequest) -> pb.StatusReply:
+        if request.check_integrity:
+            session.allow(ADMIN)
+            self.sessions.check_integrity()
+            if self.tiering is not None:
+                self.tiering.check_integrity()
+        return pb.StatusReply(json=json.dumps(self.report()))
+
+    def list_namespaces(self, session: Session, request: pb.ListRequest) -> pb.ListReply:
+        blocks = self.store.blocks_by_namespace()
+        return pb.ListReply(
+            namespace=[
+                _info(ns, blocks, self.expiry.of(ns)) for ns in self.store.namespaces.all() if _visible(ns, session)
+            ]
+        )
+
+    def show_namespace(self, session: Session, request: pb.ShowRequest) -> pb.ShowReply:
+        namespace = self._named(session, request.name)
+        info = _info(namespace, self.store.blocks_by_namespace(), self.expiry.of(namespace))
+        return pb.ShowReply(info=info, description=namespace.description.canonical)
+
+    def diff_namespaces(self, session: Session, request: pb.DiffRequest) -> pb.ExplainReply:
+        stored, live = self._named(session, request.stored), self._named(session, request.live)
+        return pb.ExplainReply(
+            line=map(str, diff(stored.description, live.description)), nearest=stored.description_digest
+        )
+
+    def drop_namespace(self, session: Session, request: pb.DropRequest) -> pb.Count:
+        namespace = self._named(session, request.name)
+        with self._pin_lock:
+            for (tenant, key), (pins, id_) in list(self._pins.items()):
+                if tenant == namespace.tenant and self.store.belongs(key, namespace):
+                    pins.release(id_, ())
+                    del self._pins[tenant, key]
+        dropped = self.store.drop(namespace)
+        said = {"namespace": namespace.description_digest.hex()[:16], "tenant": namespace.tenant, "blocks": dropped}
+        log.info("namespace dropped", extra={"fields": said})
+        return pb.Count(n=dropped)
+
+    def set_ttl(self, session: Session, request: pb.TtlRequest) -> pb.NamespaceInfo:
+        namespace = self._named(session, request.name)
+        self.expiry.set(namespace, request.seconds)
+        told = {
+            "namespace": namespace.description_digest.hex()[:16],
+            "tenant": namespace.tenant,
+            "seconds": request.seconds,
+        }
+        log.info("time-to-live set", extra={"fields": told})
+        return _info(namespace, self.store.blocks_by_namespace(), request.seconds)
+
+    def pin(self, session: Session, request: pb.Keys) -> pb.Count:
+        """Keeps the leading known blocks from eviction until `unpin`: leases of the daemon's own. At most a tenth of the arena."""
+        namespace = self.store.namespaces.get(request.handle, session.peer.tenant)
+        keys = _keys(namespace, request, request.context)
+        tenant = session.peer.tenant
+        pinned = 0
+        with self._pin_lock:
+            for key in keys:
+                if (tenant, key) not in self._pins:
+                    if self._pinned_bytes() + namespace.extents(range_of(request)).slot_bytes > self.store.pin_cap:
+                        return pb.Count(n=pinned, stop=Stop.CAP)  # type: ignore[arg-type]
+                    pins = self._pinners.get(tenant)
+                    if pins is None:
+                        pins = self._pinners[tenant] = self.sessions.open(Peer(tenant, ADMIN), None, own=True)
+                    self._next_pin += 1
+                    if not pins.lease(self._next_pin, [key])[0]:
+                        return pb.Count(n=pinned, stop=Stop.MISS)  # type: ignore[arg-type]
+                    self._pins[tenant, key] = (pins, self._next_pin)
+                pinned += 1
+        return pb.Count(n=pinned)
+
+    def unpin(self, session: Session, request: pb.Keys) -> pb.Count:
+        namespace = self.store.namespaces.get(request.handle, session.peer.tenant)
+        keys = _keys(namespace, request, request.context)
+        freed = 0
+        with self._pin_lock:
+            for key in keys:
+                held = self._pins.pop((session.peer.tenant, key), None)
+                if held is not None:
+                    held[0].release(held[1], ())
+                    freed += 1
+        return pb.Count(n=freed)
+
+    def _named(self, session: Session, name: str) -> Namespace:
+        return self.store.namespaces.named(name, None if session.peer.role >= ADMIN else session.peer.tenant)
+
+    def _pinned_bytes(self) -> int:
+        return sum(pins.held_bytes for pins in self._pinners.values())
+
+    def report(self) -> dict[str, Any]:
+        """Gauges and counters as one flat object."""
+        counters = self.store.counters
+        numbers = {f"{name}_total": getattr(counters, name) for name in counters.__slots__ if name != "unserved"}
+        return {
+            "boot": f"{self.boot:016x}",
+            "pid": os.getpid(),
+            "version": __version__,
+            "start_time": self.started,
+            "pinned_blocks": len(self._pins),
+            "pinned_bytes": self._pinned_bytes(),
+            "namespaces": len(self.store.namespaces.all()),
+            **self.store.gauges(),
+            **self.sessions.gauges(),
+            **{name: value for gauges in self.gauges for name, value in gauges().items()},
+            **(self.tiering.gauges() | self.tiering.faults() if self.tiering is not None else {}),
+            **numbers,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Handler:
+    """One verb: how its request is read, the role it needs, and the method of `Service` that answers."""
+
+    request: type[Message]
+    role: int
+    call: Callable[[Service, Session, Any], Message]
+    undo: bool = False  # an answer that cannot be delivered is taken back
+    most_fields: int = 0  # top-level fields that the request may have, where sub-messages repeat; 0: not looked at
+
+
+HANDLERS: dict[int, Handler] = {
+    Verb.REGISTER: Handler(pb.RegisterRequest, READ, Service.register),
+    Verb.LOOKUP: Handler(pb.LookupRequest, READ, Service.lookup, most_fields=MAX_RUNS + 8),
+    Verb.PREFETCH: Handler(pb.Keys, READ, Service.prefetch),
+    Verb.RESERVE: Handler(pb.Keys, WRITE, Service.reserve, undo=True),
+    Verb.SEAL: Handler(pb.Held, WRITE, Service.seal),
+    Verb.ABORT: Handler(pb.Held, WRITE, Service.abort),
+    Verb.LEASE: Handler(pb.Keys, READ, Service.lease, undo=True),
+    Verb.RELEASE: Handler(pb.Held, READ, Service.release),
+    Verb.FLUSH: Handler(pb.Keys, READ, Service.flush),
+    Verb.DELETE: Handler(pb.Keys, WRITE, Service.delete),
+    Verb.EXPLAIN: Handler(pb.ExplainRequest, READ, Service.explain),
+    Verb.STATUS: Handler(pb.StatusRequest, READ, Service.status),
+    Verb.LIST: Handler(pb.ListRequest, READ, Service.list_namespaces),
+    Verb.SHOW: Handler(pb.ShowRequest, READ, Service.show_namespace),
+    Verb.DIFF: Handler(pb.DiffRequest, READ, Service.diff_namespaces),
+    Verb.DROP: Handler(pb.DropRequest, ADMIN, Service.drop_namespace),
+    Verb.PIN: Handler(pb.Keys, ADMIN, Service.pin),
+    Verb.UNPIN: Handler(pb.Keys, ADMIN, Service.unpin),
+    Verb.TTL: Handler(pb.TtlRequest, ADMIN, Service.set_ttl),
+}
+
+
+def _visible(namespace: Namespace, session: Session) -> bool:
+    return session.peer.role >= ADMIN or namespace.tenant == session.peer.tenant
+
+
+def _info(namespace: Namespace, blocks: dict[int, tuple[int, int]], ttl: int) -> pb.NamespaceInfo:
+    n, nbytes = blocks.get(namespace.handle, (0, 0))
+    return pb.NamespaceInfo(
+        namespace=namespace.digest,
+        description=namespace.description_digest,
+        tenant=namespace.tenant,
+        model=namespace.description.model,
+        revision=namespace.description.revision,
+        blocks=n,
+        bytes=nbytes,
+        ttl=ttl,
+    )
+
+
+def range_of(request: pb.Keys | pb.Run) -> tuple[int, int, int, int, int]:
+    """The range of a request as it stands there, unchecked."""
+    return (request.group, request.layer_lo, request.layer_hi, request.head_lo, request.head_hi)
+
+
+def _entries(request: pb.Held) -> Sequence[int]:
+    if len(request.index) > MAX_KEYS:
+        raise Invalid(f"{len(request.index)} entries in one call; the limit is {MAX_KEYS}")
+    return request.index
+
+
+def _keys(namespace: Namespace, request: pb.Keys | pb.Run, context: bytes) -> list[bytes]:
+    """Checks range, context and hashes of a request and derives its keys."""
+    resolved = range_of(request)
+    namespace.check(resolved)
+    nbytes = namespace.description.hashing.nbytes
+    check_hashes(request.hashes, nbytes, MAX_KEYS)
+    return derive_keys(namespace.digest, resolved, context or NO_CONTEXT, request.hashes, nbytes)
+
+
+def _bitmap(known: list[bool]) -> bytes:
+    bits = sum(1 << i for i, here in enumerate(known) if here)
+    return bits.to_bytes((len(known) + 7) // 8, "little")

@@ -1,0 +1,427 @@
+"""Which blocks are known, where they stand, who holds them, and who goes first when there is too little room.
+
+Compact: no object per block. A block is a *row*, an index into columns; 256 small dicts (by the key's first byte) lead from key to row,
+because one dict of a million keys stops the interpreter for 300 ms when it grows and small ones for less than 1. Rows that nobody leases stand in
+a list by age, one list per slot size and *rank*, which `order` gives them; leased rows stand in none, but for the few that are *kept*: held by who
+moves blocks, which is no use. A key enters the index only when its block is sealed. No I/O, no block bytes. Not thread-safe: its owner has a lock.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.store.slabs import MAX_CLASSES
+
+FREE, RESERVED, SEALED, DOOMED = range(4)  # DOOMED: deleted while leased; its slot is free after the last release
+_GROW = 1 << 14
+_SPAN = 1 << 20
+RANKS = 8  # uses of a block that `policy` tells apart
+_FIRST = (MAX_CLASSES + 1) * RANKS  # rows below are the heads of the age lists, one per size class and rank
+
+
+class Ledger:
+    """Rows and their order. `pages` are slots as `slabs` names them."""
+
+    def __init__(self) -> None:
+        self._shards: list[dict[bytes, int]] = [{} for _ in range(256)]
+        self._free: array[int] = array("I")
+        self._keys: list[bytes] = []
+        self.state = array("B")
+        self.size = array("B")  # index of the size class
+        self.rank = array("B")  # below RANKS; what it was when the row was linked says in which list it stands
+        self.leases = array("I")
+        self.page = array("I")
+        self.nbytes = array("I")  # of the block
+        self.slot = array("I")  # bytes of the slot
+        self.namespace = array("I")  # handle
+        self.checksum = array("Q")  # xxh3-64 of the block, 0 while nobody has computed it
+        self.age = array("Q")  # tick of the last use
+        self._prev = array("I")
+        self._next = array("I")
+        self.tick = 0  # rows that were put or used so far
+        self.known = 0  # sealed blocks
+        self.reserved = self.reserved_bytes = 0  # rows and bytes of their slots
+        self.leased = self.leased_bytes = 0  # rows that somebody leases, doomed ones too
+        self.kept: set[int] = set()  # leased rows that stand in their lists
+        self.idle = array("I", bytes(4 * (MAX_CLASSES + 1)))  # unleased sealed rows of each size class
+        self._grow(_FIRST)
+        for row in range(_FIRST):
+            self._prev[row] = self._next[row] = row
+
+    def find(self, keys: Sequence[bytes]) -> list[int]:
+        """Rows of the leading known keys. Does not modify."""
+        shards, rows = self._shards, []
+        for key in keys:
+            row = shards[key[0]].get(key)
+            if row is None:
+                break
+            rows.append(row)
+        return rows
+
+    def find_each(self, keys: Sequence[bytes]) -> list[int | None]:
+        """The row of every key, None where it is not known. Does not modify."""
+        shards = self._shards
+        return [shards[key[0]].get(key) for key in keys]
+
+    def reserve(
+        self,
+        pages: Sequence[int],
+        keys: Sequence[bytes],
+        nbytes: int,
+        slot: int,
+        size: int,
+        handle: int,
+        ranks: bytes = b"",
+    ) -> list[int]:
+        """New rows for these slots of `slot` bytes in size class `size`: counted, not yet known."""
+        n = len(keys)
+        if len(self._free) < n:
+            self._grow(max(_GROW, n))
+        cut = len(self._free) - n
+        rows = self._free[cut:].tolist()
+        del self._free[cut:]
+        state, sizes, rank_of, page_of, nbytes_of, slot_of, namespaces, key_of = (
+            self.state, self.size, self.rank, self.page, self.nbytes, self.slot, self.namespace, self._keys,
+        )  # fmt: skip
+        for row, page, key, rank in zip(rows, pages, keys, ranks or bytes(n), strict=True):
+            state[row] = RESERVED
+            sizes[row] = size
+            page_of[row] = page
+            nbytes_of[row] = nbytes
+            slot_of[row] = slot
+            namespaces[row] = handle
+            key_of[row] = key
+            rank_of[row] = rank
+            self.checksum[row] = 0
+        self.reserved += n
+        self.reserved_bytes += n * slot
+        return rows
+
+    def seal(self, rows: Sequence[int]) -> list[bool]:
+        """Makes reserved rows known, youngest first row. False where the key is already known: that row stays reserved."""
+        sealed = []
+        won = []
+        state, keys, shards = self.state, self._keys, self._shards
+        for row in rows:
+            assert state[row] == RESERVED
+            key = keys[row]
+            if shards[key[0]].setdefault(key, row) == row:
+                state[row] = SEALED
+                won.append(row)
+                sealed.append(True)
+            else:
+                sealed.append(False)
+        self.known += len(won)
+        self.reserved -= len(won)
+        self.reserved_bytes -= sum(map(self.slot.__getitem__, won))
+        self._link(won)
+        return sealed
+
+    def lease(self, rows: Sequence[int], keep: bool = False) -> int:
+        """One more holder for each of these sealed rows (each given once). Returns the bytes of slots that nobody held before.
+
+        `keep`: rows that nobody else leases stay at their age, unless somebody leases them without `keep` meanwhile.
+        """
+        leases = self.leases
+        idle = [row for row in rows if not leases[row]]
+        for row in rows:
+            leases[row] += 1
+        if keep:
+            self.kept.update(idle)
+            for row in idle:
+                self.idle[self.size[row]] -= 1
+        else:
+            self._unlink([*self._end_keeping(rows), *idle] if self.kept else idle)
+        fresh = sum(map(self.slot.__getitem__, idle))
+        self.leased += len(idle)
+        self.leased_bytes += fresh
+        return fresh
+
+    def release(self, rows: Sequence[int]) -> tuple[int, list[int]]:
+        """One holder less. Returns the bytes of slots that nobody holds now, and the doomed rows among them: nobody needs these any more."""
+        leases, state = self.leases, self.state
+        for row in rows:
+            assert leases[row] > 0
+            leases[row] -= 1
+        idle = [row for row in rows if not leases[row]]
+        sealed = [row for row in idle if state[row] == SEALED]
+        doomed = [row for row in idle if state[row] != SEALED] if len(sealed) < len(idle) else []
+        back = self._end_keeping(idle) if self.kept else ()
+        self._link([row for row in sealed if row not in back] if back else sealed)
+        gone = sum(map(self.slot.__getitem__, idle))
+        self.leased -= len(idle)
+        self.leased_bytes -= gone
+        return gone, doomed
+
+    def youngest(self, size: int) -> int | None:
+        """Tick of the youngest unleased block of a size class, None if there is none."""
+        heads = range(size * RANKS, (size + 1) * RANKS)
+        return max((self.age[row] for head in heads if (row := self._prev[head]) != head), default=None)
+
+    def oldest(self, size: int) -> list[tuple[int, int]]:
+        """(rank, row) of the oldest unleased block of each rank of a size class that has one."""
+        first = self._next[size * RANKS : (size + 1) * RANKS]
+        return [
+            (rank, row) for rank, row in enumerate(map(self._unkept, first) if self.kept else first) if row >= _FIRST
+        ]
+
+    def from_oldest(self, row: int, n: int) -> tuple[list[int], int | None]:
+        """Up to `n` unleased rows of one list and age, beginning with this one, and the row behind them, None at the young end."""
+        rows, after, ages, age = [row], self._next, self.age, self.age[row]
+        while True:
+            row = self._unkept(after[row]) if self.kept else after[row]
+            if row < _FIRST or ages[row] != age or len(rows) == n:
+                return rows, row if row >= _FIRST else None
+            rows.append(row)
+
+    def _unkept(self, row: int) -> int:
+        """This row or the first behind it that nobody leases; the head of its list if there is none."""
+        while row in self.kept:
+            row = self._next[row]
+        return row
+
+    def forget(self, rows: Sequence[int]) -> list[int]:
+        """Drops unleased rows, sealed, reserved or doomed. Returns their pages; the rows are void."""
+        state, leases, keys, shards = self.state, self.leases, self._keys, self._shards
+        sealed = [row for row in rows if state[row] == SEALED]
+        self._unlink(sealed)
+        for row in sealed:
+            key = keys[row]
+            del shards[key[0]][key]
+        self.known -= len(sealed)
+        if len(sealed) < len(rows):
+            reserved = [row for row in rows if state[row] == RESERVED]
+            self.reserved -= len(reserved)
+            self.reserved_bytes -= sum(map(self.slot.__getitem__, reserved))
+        for row in rows:
+            assert state[row] != FREE and not leases[row]
+            state[row] = FREE
+            keys[row] = b""
+        self._free.extend(rows)
+        return list(map(self.page.__getitem__, rows))
+
+    def doom(self, row: int) -> None:
+        """A leased row leaves the index at once; `release` hands it back."""
+        assert self.state[row] == SEALED and self.leases[row]
+        self._unlink(list(self._end_keeping((row,))))
+        key = self._keys[row]
+        del self._shards[key[0]][key]
+        self.known -= 1
+        self.state[row] = DOOMED
+
+    def key(self, row: int) -> bytes:
+        return self._keys[row]
+
+    def is_sealed(self, row: int) -> bool:
+        return self.state[row] == SEALED
+
+    def is_reserved(self, row: int) -> bool:
+        return self.state[row] == RESERVED
+
+    def restore(self, columns: Mapping[str, npt.NDArray[Any]], keys: list[bytes]) -> None:
+        """Fills an empty ledger with sealed blocks, oldest first: columns page, nbytes, slot, size, namespace, checksum. 0.5 s a million blocks.
+
+        Raises ValueError if a key stands twice; the ledger is of no use then.
+        """
+        assert not self.known and not self.reserved
+        n = len(keys)
+        if not n:
+            return
+        self._grow(max(0, n - len(self._free)))
+        cut = len(self._free) - n
+        rows = np.sort(np.frombuffer(self._free, np.uint32)[cut:])
+        del self._free[cut:]
+        for name, values in columns.items():
+            column = getattr(self, name)
+            np.frombuffer(column, column.typecode)[rows] = values
+        np.frombuffer(self.state, np.uint8)[rows] = SEALED
+        np.frombuffer(self.age, np.uint64)[rows] = np.arange(self.tick + 1, self.tick + 1 + n, dtype=np.uint64)
+        self.tick += n
+        shards, key_of = self._shards, self._keys
+        for row, key in zip(rows.tolist(), keys, strict=True):
+            shards[key[0]][key] = row
+            key_of[row] = key
+        self.known = n
+        if sum(map(len, shards)) != n:
+            raise ValueError("a key stands twice")
+        prev, after = np.frombuffer(self._prev, np.uint32), np.frombuffer(self._next, np.uint32)
+        sizes = np.frombuffer(self.size, np.uint8)[rows]
+        for size in np.unique(sizes).tolist():
+            chain = np.concatenate(([size * RANKS], rows[sizes == size], [size * RANKS])).astype(np.uint32)
+            after[chain[:-1]] = chain[1:]
+            prev[chain[1:]] = chain[:-1]
+            self.idle[size] = len(chain) - 2
+
+    def copy_sealed(self) -> tuple[dict[str, npt.NDArray[Any]], list[bytes]]:
+        """Copies of the columns of all sealed rows, their numbers as "row", and of every row's key. 20 ms a million blocks."""
+        rows = np.flatnonzero(np.frombuffer(self.state, np.uint8) == SEALED)
+        columns: dict[str, npt.NDArray[Any]] = {"row": rows}
+        for name in ("page", "nbytes", "slot", "namespace", "checksum", "age"):
+            column = getattr(self, name)
+            columns[name] = np.frombuffer(column, column.typecode)[rows]
+        return columns, self._keys.copy()
+
+    def slab_ages(self, size: int, slab_pages: int) -> dict[int, float]:
+        """Mean tick of the blocks of each slab of a size class in which nothing is leased, reserved or doomed. Costs 2 ms at a million rows."""
+        state, sizes = np.frombuffer(self.state, np.uint8), np.frombuffer(self.size, np.uint8)
+        mine = np.flatnonzero((sizes == size) & (state != FREE))
+        slabs = np.frombuffer(self.page, np.uint32)[mine] // slab_pages
+        if not len(mine):
+            return {}
+        held = (np.frombuffer(self.leases, np.uint32)[mine] > 0) | (state[mine] != SEALED)
+        count = np.bincount(slabs)
+        mean = np.bincount(slabs, np.frombuffer(self.age, np.uint64)[mine].astype(np.float64)) / np.maximum(count, 1)
+        pinned = np.bincount(slabs, held)
+        return {int(slab): float(mean[slab]) for slab in np.flatnonzero((count > 0) & (pinned == 0))}
+
+    def rows_of_slab(self, size: int, first_page: int, pages: int) -> list[int]:
+        """Sealed rows whose slots lie in these pages."""
+        page = np.frombuffer(self.page, np.uint32)
+        state, sizes = np.frombuffer(self.state, np.uint8), np.frombuffer(self.size, np.uint8)
+        found: list[int] = np.flatnonzero(
+            (page >= first_page) & (page < first_page + pages) & (state == SEALED) & (sizes == size)
+        ).tolist()
+        return found
+
+    def snapshot(self) -> tuple[bytes, bytes, bytes]:
+        """Copies of what `by_namespace` counts: 9 bytes a row, 1 ms at a million rows."""
+        return self.state.tobytes(), self.namespace.tobytes(), self.nbytes.tobytes()
+
+    def rows_of_namespace(self, namespace: int, most: int) -> list[int]:
+        """Up to `most` sealed rows of a namespace."""
+        mine = (np.frombuffer(self.namespace, np.uint32) == namespace) & (np.frombuffer(self.state, np.uint8) == SEALED)
+        found: list[int] = np.flatnonzero(mine)[:most].tolist()
+        return found
+
+    def handles(self) -> set[int]:
+        """Handles of all namespaces that hold a row, sealed or not."""
+        taken = np.frombuffer(self.state, np.uint8) != FREE
+        return set(np.unique(np.frombuffer(self.namespace, np.uint32)[taken]).tolist())
+
+    def held_rows(self) -> dict[int, int]:
+        """{row: leases} of every leased row."""
+        leases = np.frombuffer(self.leases, np.uint32)
+        rows = np.flatnonzero(leases)
+        return dict(zip(rows.tolist(), leases[rows].tolist(), strict=True))
+
+    def reserved_rows(self) -> set[int]:
+        return set(np.flatnonzero(np.frombuffer(self.state, np.uint8) == RESERVED).tolist())
+
+    def check_integrity(self) -> dict[int, int]:
+        """Asserts that index, columns and age lists agree. Returns {page: row} of every taken slot."""
+        indexed = {row: key for shard in self._shards for key, row in shard.items()}
+        assert len(indexed) == self.known
+        slot, leases = np.frombuffer(self.slot, np.uint32), np.frombuffer(self.leases, np.uint32)
+        waiting = np.frombuffer(self.state, np.uint8) == RESERVED
+        assert (self.leased, self.leased_bytes) == (
+            int(np.count_nonzero(leases)),
+            int(slot[leases > 0].sum(dtype=np.uint64)),
+        )
+        assert (self.reserved, self.reserved_bytes) == (
+            int(np.count_nonzero(waiting)),
+            int(slot[waiting].sum(dtype=np.uint64)),
+        )
+        del slot, leases, waiting
+        listed: set[int] = set()
+        for head in range(_FIRST):
+            row, before, age = self._next[head], head, 0
+            while row != head:
+                assert row not in listed and self._prev[row] == before, "an age list is broken"
+                assert self.size[row] * RANKS + self.rank[row] == head and self.state[row] == SEALED
+                assert bool(self.leases[row]) == (row in self.kept)
+                assert self.age[row] >= age, "an age list is out of order"
+                listed.add(row)
+                before, age, row = row, self.age[row], self._next[row]
+            assert self._prev[head] == before
+        assert self.kept <= listed and sum(self.idle) == len(listed) - len(self.kept)
+        pages: dict[int, int] = {}
+        free = set(self._free)
+        for row in range(_FIRST, len(self.state)):
+            state = self.state[row]
+            assert (state == FREE) == (row in free)
+            if state == FREE:
+                continue
+            assert (state == SEALED) == (row in indexed) and (row not in indexed or indexed[row] == self._keys[row])
+            assert (state == SEALED and (not self.leases[row] or row in self.kept)) == (row in listed)
+            assert self.leases[row] or state != DOOMED
+            assert self.page[row] not in pages, "two rows share a slot"
+            pages[self.page[row]] = row
+        return pages
+
+    def _grow(self, rows: int) -> None:
+        """More rows. All or nothing: columns of unequal length would not go together."""
+        first = len(self._keys)
+        columns = (
+            self.state, self.size, self.rank, self.leases, self.page, self.nbytes, self.slot, self.namespace, self.checksum, self.age,
+            self._prev, self._next,
+        )  # fmt: skip
+        try:
+            for column in columns:
+                column.frombytes(bytes(rows * column.itemsize))
+            self._keys.extend([b""] * rows)
+            self._free.extend(array("I", range(first + rows - 1, max(first, _FIRST) - 1, -1)))
+        except MemoryError:
+            for column in columns:
+                del column[first:]
+            del self._keys[first:]
+            raise
+
+    def _end_keeping(self, rows: Iterable[int]) -> set[int]:
+        """Those of these rows that were kept are unleased rows again, as far as the lists go. Returns them."""
+        back = self.kept.intersection(rows)
+        self.kept -= back
+        for row in back:
+            self.idle[self.size[row]] += 1
+        return back
+
+    def _link(self, rows: Sequence[int]) -> None:
+        """Puts rows at the young end of their lists, the last first: a tail is always older than its head."""
+        self.tick += len(rows)
+        tick, prev, after, sizes, ranks, ages, idle = (
+            self.tick,
+            self._prev,
+            self._next,
+            self.size,
+            self.rank,
+            self.age,
+            self.idle,
+        )
+        for row in reversed(rows):
+            size = sizes[row]
+            head = size * RANKS + ranks[row]
+            last = prev[head]
+            after[last] = prev[head] = row
+            prev[row] = last
+            after[row] = head
+            ages[row] = tick
+            idle[size] += 1
+
+    def _unlink(self, rows: Sequence[int]) -> None:
+        prev, after, sizes, idle = self._prev, self._next, self.size, self.idle
+        for row in rows:
+            before, next_ = prev[row], after[row]
+            after[before] = next_
+            prev[next_] = before
+            idle[sizes[row]] -= 1
+
+
+def by_namespace(state: bytes, namespace: bytes, nbytes: bytes) -> dict[int, tuple[int, int]]:
+    """{handle: (sealed blocks, their bytes)} of a snapshot."""
+    sealed = np.flatnonzero(np.frombuffer(state, np.uint8) == SEALED)
+    if not len(sealed):
+        return {}
+    handles = np.frombuffer(namespace, np.uint32)[sealed]
+    first = int(handles.min())
+    if int(handles.max()) - first <= _SPAN:
+        names: npt.NDArray[Any] = np.arange(first, int(handles.max()) + 1)
+        places: npt.NDArray[Any] = handles - first
+    else:  # only after that many registrations; sorting costs twelve times as much (75 ms at a million rows)
+        names, places = np.unique(handles, return_inverse=True)
+    blocks = np.bincount(places)
+    total = np.bincount(places, np.frombuffer(nbytes, np.uint32)[sealed])
+    return {int(names[i]): (int(blocks[i]), int(total[i])) for i in np.flatnonzero(blocks)}

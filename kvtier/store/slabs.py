@@ -1,0 +1,224 @@
+"""Which slots exist and which of them are free. A slab is a run of bytes that belongs to one slot size at a time.
+
+Slots are named by their page: offset in the arena / 4 KiB. Slot sizes are exact (block rounded up to 4 KiB), so users need not know them;
+slabs move between sizes when they hold nothing, or after the store has emptied one (`drain`). Holds no data, does no I/O.
+Not thread-safe: the store holds its lock around every call.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.errors import Full, Invalid
+from kvtier.format.layout import SLOT_ALIGN
+from kvtier.format.slots import MIN_SLABS, default_slab
+
+MAX_CLASSES = 255
+
+
+@dataclass(slots=True)
+class SizeClass:
+    """One slot size. `free` is a stack of pages in slabs of this class; `slabs` are their numbers."""
+
+    index: int
+    slot_bytes: int
+    free: array[int] = field(default_factory=lambda: array("I"))
+    slabs: set[int] = field(default_factory=set)
+
+
+class Slabs:
+    """The slots of an arena, or of a file that grows slab by slab.
+
+    arena_bytes   capacity; only whole slabs are used (`usable_bytes`)
+    slab_bytes    size of a slab, a multiple of the page; None: by the capacity
+    backed        slabs from the start that have memory or disk behind them; the others wait for `back`. None: all
+    """
+
+    def __init__(self, arena_bytes: int, slab_bytes: int | None = None, backed: int | None = None) -> None:
+        self.slab_bytes = slab_bytes or default_slab(arena_bytes)
+        self.slab_pages = self.slab_bytes // SLOT_ALIGN
+        self.count = arena_bytes // self.slab_bytes
+        self.usable_bytes = self.count * self.slab_bytes
+        self.used = array("I", bytes(4 * self.count))  # slots taken, by slab
+        self.classes: dict[int, SizeClass] = {}  # by slot size
+        self._by_index: list[SizeClass | None] = [None] * (MAX_CLASSES + 1)
+        backed = self.count if backed is None else min(backed, self.count)
+        self._unbacked = list(range(self.count - 1, backed - 1, -1))
+        self._pool = list(
+            range(backed - 1, -1, -1)
+        )  # slabs without a class; the lowest goes first (it is prefaulted first)
+        self._owner: list[SizeClass | None] = [None] * self.count
+
+    def size_class(self, slot_bytes: int) -> SizeClass:
+        """The class of this slot size, made on first use. Raises Invalid if a slab is too small for it, Full if there are too many sizes."""
+        found = self.classes.get(slot_bytes)
+        if found is not None:
+            return found
+        if slot_bytes > self.slab_bytes:
+            raise Invalid(
+                f"a block of {slot_bytes} bytes does not fit a slab of {self.slab_bytes}: "
+                f"make the arena larger (at least {MIN_SLABS * slot_bytes} bytes) or the blocks smaller"
+            )
+        index = next((i for i in range(1, MAX_CLASSES + 1) if self._by_index[i] is None), 0)
+        if not index:
+            spare = next((c for c in self.classes.values() if not self.taken(c)), None)
+            if spare is None:
+                raise Full(f"blocks of {MAX_CLASSES} different sizes are stored; no more sizes can be taken at once")
+            index = spare.index
+            self._drop_class(spare)
+        made = SizeClass(index, slot_bytes)
+        self.classes[slot_bytes] = self._by_index[index] = made
+        return made
+
+    def by_index(self, index: int) -> SizeClass:
+        found = self._by_index[index]
+        assert found is not None
+        return found
+
+    def take(self, size: SizeClass, n: int) -> array[int]:
+        """Up to `n` free slots: from the class's slabs, then from slabs without a class, then from empty slabs of other classes."""
+        while len(size.free) < n and (self._pool or self._reclaim(size)):
+            self._adopt(size, self._pool.pop())
+        n = min(n, len(size.free))
+        cut = len(size.free) - n
+        pages = size.free[cut:]
+        del size.free[cut:]
+        used, per = self.used, self.slab_pages
+        for page in pages:
+            used[page // per] += 1
+        return pages
+
+    @property
+    def unbacked(self) -> int | None:
+        """The next slab without anything behind it, None if there is none."""
+        return self._unbacked[-1] if self._unbacked else None
+
+    def back(self) -> None:
+        """The slab that `unbacked` names may be used from here on."""
+        self._pool.append(self._unbacked.pop())
+
+    def restore(self, pages: npt.NDArray[np.uint32], slots: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
+        """Takes exactly these slots, oldest first, before any other is taken. Returns which could be: others lie outside, overlap or mix sizes."""
+        pages, slots = pages.astype(np.uint32), slots.astype(np.uint32)
+        taken = np.zeros(len(pages), np.bool_)
+        slab_of = pages // self.slab_pages
+        sane = np.flatnonzero((slots > 0) & (slots <= self.slab_bytes) & (slots % SLOT_ALIGN == 0))
+        order = sane[np.argsort(slab_of[sane], kind="stable")]
+        bounds = np.flatnonzero(np.diff(slab_of[order])) + 1
+        pool = set(self._pool)
+        for mine in np.split(order, bounds) if len(order) else ():
+            slab, slot = (
+                int(slab_of[mine[0]]),
+                int(slots[mine[-1]]),
+            )  # of several sizes that of the youngest has written over the others
+            if slab not in pool:
+                continue
+            if slot not in self.classes and len(self.classes) >= MAX_CLASSES:
+                continue
+            size, step, first = self.size_class(slot), slot // SLOT_ALIGN, slab * self.slab_pages
+            index, rest = np.divmod(pages[mine].astype(np.int64) - first, step)
+            fits = mine[(slots[mine] == slot) & (rest == 0) & (index < self.slots(size))]
+            unique, at = np.unique(pages[fits], return_index=True)
+            taken[fits[at]] = True
+            pool.discard(slab)
+            every = first + step * np.arange(self.slots(size), dtype=np.uint32)
+            size.free.extend(np.setdiff1d(every, unique)[::-1].tolist())
+            size.slabs.add(slab)
+            self._owner[slab] = size
+            self.used[slab] = len(unique)
+        self._pool = sorted(pool, reverse=True)
+        return taken
+
+    def indices(self, slots: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint8]:
+        """The index of the class of each of these slot sizes, all of which have one."""
+        found = np.zeros(len(slots), np.uint8)
+        for slot, size in self.classes.items():
+            found[slots == slot] = size.index
+        return found
+
+    def give(self, pages: Iterable[int]) -> None:
+        """Slots are free again."""
+        used, owners, per = self.used, self._owner, self.slab_pages
+        for page in pages:
+            slab = page // per
+            owner = owners[slab]
+            assert owner is not None and used[slab] > 0, f"page {page} was not taken"
+            used[slab] -= 1
+            owner.free.append(page)
+
+    def release_slab(self, slab: int) -> None:
+        """Takes an empty slab from its class. The store empties it first."""
+        owner = self._owner[slab]
+        assert owner is not None and self.used[slab] == 0
+        first = slab * self.slab_pages
+        free = np.frombuffer(owner.free, np.uint32)
+        kept = free[(free < first) | (free >= first + self.slab_pages)]
+        owner.free = array("I", kept.tobytes())
+        owner.slabs.discard(slab)
+        self._owner[slab] = None
+        self._pool.append(slab)
+
+    @property
+    def unowned(self) -> int:
+        """Slabs without a class."""
+        return len(self._pool)
+
+    def slots(self, size: SizeClass) -> int:
+        """Slots of this class in one slab."""
+        return self.slab_bytes // size.slot_bytes
+
+    def taken(self, size: SizeClass) -> int:
+        """Taken slots of a class."""
+        return sum(self.used[slab] for slab in size.slabs)
+
+    def taken_bytes(self) -> int:
+        """Bytes of all taken slots, their padding included."""
+        return sum(size.slot_bytes * self.taken(size) for size in self.classes.values())
+
+    def check_integrity(self, taken: dict[int, int]) -> None:
+        """`taken` is the ledger's view: page -> slot bytes. Asserts that both agree and that every slot is either free or taken, once."""
+        seen = dict(taken)
+        for size in self.classes.values():
+            assert self._by_index[size.index] is size
+            pages = set(size.free)
+            assert len(pages) == len(size.free), "a slot is free twice"
+            step = size.slot_bytes // SLOT_ALIGN
+            for slab in size.slabs:
+                assert self._owner[slab] is size
+                slots = {slab * self.slab_pages + i * step for i in range(self.slots(size))}
+                mine = {page for page in slots if page in seen}
+                assert all(seen.pop(page) == size.slot_bytes for page in mine), "a slot of the wrong size"
+                assert not mine & pages and mine | (pages & slots) == slots, f"slab {slab}: a slot is lost or doubled"
+                assert len(mine) == self.used[slab], f"slab {slab}: {self.used[slab]} counted, {len(mine)} taken"
+        assert not seen, "slots taken outside any slab"
+        assert sorted(self._pool + [s for c in self.classes.values() for s in c.slabs] + self._unbacked) == list(
+            range(self.count)
+        )
+
+    def _adopt(self, size: SizeClass, slab: int) -> None:
+        first, step = slab * self.slab_pages, size.slot_bytes // SLOT_ALIGN
+        size.free.extend(range(first + (self.slots(size) - 1) * step, first - 1, -step))
+        size.slabs.add(slab)
+        self._owner[slab] = size
+
+    def _reclaim(self, for_: SizeClass) -> bool:
+        for size in self.classes.values():
+            if (
+                size is not for_ and len(size.free) * size.slot_bytes + size.slot_bytes > self.slab_bytes
+            ):  # only then can a slab be empty
+                slab = next((slab for slab in size.slabs if not self.used[slab]), None)
+                if slab is not None:
+                    self.release_slab(slab)
+                    return True
+        return False
+
+    def _drop_class(self, size: SizeClass) -> None:
+        for slab in list(size.slabs):
+            self.release_slab(slab)
+        del self.classes[size.slot_bytes]
+        self._by_index[size.index] = None

@@ -1,0 +1,443 @@
+"""Who sees what: the verbs over arena, slabs and ledger, under one lock. Puts, gets, promotions and pins are all made of these.
+
+reserve -> fill -> seal | abort        lease -> read -> release        lookup, delete
+
+Space is taken before bytes arrive and nothing is visible before it is sealed; sealed blocks never change. No call waits for room, for
+another client or for a disk: it answers less, or Full at once. The lock is held for bookkeeping only, never while bytes are copied or hashed.
+Callers pass an `Account` (their caps) and get rows back; who keeps rows and ids for a client is `session`. `movers` moves blocks between tiers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+
+from kvtier.errors import Full, Invalid, Lost, Stale
+from kvtier.format.block import header_template, headers
+from kvtier.format.layout import HEADER_BYTES, SLOT_ALIGN
+from kvtier.protocol.stops import PRESENT, Stop
+from kvtier.store import policy
+from kvtier.store.accounts import Account, Reservation, Tenant
+from kvtier.store.aging import Aging
+from kvtier.store.arena import Arena
+from kvtier.store.ledger import Ledger, by_namespace
+from kvtier.store.movers import Lower, Movers
+from kvtier.store.namespaces import Namespace, Namespaces
+from kvtier.store.order import Order
+from kvtier.store.room import Counters, Room
+from kvtier.store.slabs import Slabs
+
+_LOOK = 512  # keys of one question to the tiers below
+_DROP_STEP = 2048  # blocks forgotten in one hold of the lock: about 5 ms
+
+
+class Store:
+    """All blocks of a daemon.
+
+    poison   fill freed slots with 0x7F (tests): a reader of a slot that is no longer its own sees NaN codes, not plausible bytes
+    """
+
+    def __init__(self, arena: Arena, *, poison: bool = False) -> None:
+        self.arena = arena
+        self.counters = Counters()
+        self._slabs = Slabs(arena.nbytes)
+        self._ledger = Ledger()
+        self._order = Order(self._ledger)
+        self._room = Room(arena, self._slabs, self._ledger, self._order, self.counters, poison)
+        self._lock = threading.Lock()
+        self._tenants: dict[str, Tenant] = {}
+        self.movers = Movers(
+            arena, self._ledger, self._order, self._room, self._lock, lambda tenant: self.account(tenant, own=True)
+        )
+        self.aging = Aging(self._ledger, self._lock, self.counters, self._room.free)
+        self.lower: Lower | None = None
+        self.namespaces = Namespaces(self._handles_in_use, self._purge)
+        self.capacity = self._slabs.usable_bytes
+        self.session_cap = int(self.capacity * policy.SESSION_SHARE)
+        self.pin_cap = int(self.capacity * policy.PIN_SHARE)
+        self.tenant_cap = int(self.capacity * policy.TENANT_SHARE)
+
+    def account(self, tenant: str, own: bool = False) -> Account:
+        """A new, empty account under a tenant."""
+        with self._lock:
+            return Account(self._tenants.setdefault(tenant, Tenant(tenant)), own=own)
+
+    # -- writers
+
+    def reserve(
+        self,
+        account: Account,
+        namespace: Namespace,
+        resolved: tuple[int, int, int, int, int],
+        context: bytes,
+        keys: list[bytes],
+        hashes: list[bytes],
+    ) -> tuple[Reservation, list[int]]:
+        """Takes a slot for every key that is not sealed yet; all or nothing. Returns the reservation and an offset or PRESENT per key.
+
+        Writes header and padding of each slot. Raises Full (arena, session or tenant; at once), Invalid for a block no slab can hold.
+        """
+        extents = namespace.extents(resolved)
+        slot, nbytes = extents.slot_bytes, extents.block_bytes
+        reservation = Reservation(namespace, nbytes, [None] * len(keys), [0] * len(keys), [b""] * len(keys))
+        offsets = [PRESENT] * len(keys)
+        with self._lock:
+            if namespace.dropped:
+                raise Stale("this namespace was dropped: register the description again")
+            present = self._ledger.find_each(keys)
+            fresh = [i for i, row in enumerate(present) if row is None]
+            if not fresh:
+                return reservation, offsets
+            need = slot * len(fresh)
+            self._check_caps(account, need)
+            size = self._room.size_class(slot, len(fresh))
+            pages = self._room.take(size, len(fresh))
+            try:
+                ranks = self._order.recall(keys, present)
+                rows = self._ledger.reserve(
+                    pages, [keys[i] for i in fresh], nbytes, slot, size.index, namespace.handle, ranks
+                )
+            except BaseException:
+                self._slabs.give(pages)
+                raise
+            account.held += need
+            account.tenant.held += need
+        for i, page, row in zip(fresh, pages, rows, strict=True):
+            reservation.rows[i], reservation.pages[i], offsets[i] = row, page, page * SLOT_ALIGN
+        try:
+            template = header_template(
+                namespace.digest, resolved, context, extents, namespace.description.hashing.nbytes
+            )
+            self._write_heads(reservation, fresh, template, keys, hashes, slot)
+        except BaseException:  # whatever it is, nothing stays taken
+            self.abort(account, reservation, fresh)
+            raise
+        return reservation, offsets
+
+    def seal(
+        self, account: Account, reservation: Reservation, indices: Sequence[int], checksums: Sequence[int] | None = None
+    ) -> int:
+        """Makes these entries (each once) visible, or frees their slots where the key was sealed meanwhile. Returns how many of them are stored.
+
+        Entries that are finished already are passed over; those that were aborted or dropped do not count. `checksums` are the blocks' digests where
+        the caller has computed them, one per index. Under a dropped namespace nothing is sealed. A block whose header the writer changed is
+        dropped and counted; Lost is raised for it after the others are sealed.
+        """
+        good: list[int] = []
+        bad: list[int] = []
+        memory = self.arena.memory
+        for i in indices:
+            if reservation.rows[i] is not None:
+                offset = reservation.pages[i] * SLOT_ALIGN
+                (good if memory[offset : offset + HEADER_BYTES] == reservation.headers[i] else bad).append(i)
+        with self._lock:
+            if reservation.namespace.dropped:  # under the lock: `drop` sets this before it looks for blocks
+                self._undo(account, reservation, indices)
+                reservation.lost.update(indices)
+                return 0
+            good = [
+                i for i in good if reservation.rows[i] is not None
+            ]  # another socket of the session may have been quicker
+            rows = [row for i in good if (row := reservation.rows[i]) is not None]
+            if checksums is not None:
+                known_sums = dict(zip(indices, checksums, strict=True))
+                for i, row in zip(good, rows, strict=True):
+                    self._ledger.checksum[row] = known_sums[i]
+            keys = list(map(self._ledger.key, rows))
+            sealed = self._ledger.seal(rows)
+            losers = [row for row, won in zip(rows, sealed, strict=True) if not won]
+            self._close(account, reservation, good)
+            self._room.free(losers)
+            dropped = self._undo(account, reservation, bad)
+            self.counters.sealed_blocks += len(rows) - len(losers)
+            self.counters.sealed_bytes += (len(rows) - len(losers)) * reservation.nbytes
+            self.counters.already_blocks += len(losers)
+            self.counters.bad_headers += dropped
+        if (lower := self.lower) is not None and rows:
+            lower.offer([key for key, won in zip(keys, sealed, strict=True) if won], reservation.namespace)
+        if dropped:
+            raise Lost(f"the header of {dropped} blocks was changed by the writer; they are dropped")
+        return reservation.stored(indices)
+
+    def abort(self, account: Account, reservation: Reservation, indices: Sequence[int]) -> int:
+        """Frees the slots of these entries. Returns how many; finished entries are passed over."""
+        with self._lock:
+            return self._undo(account, reservation, indices)
+
+    # -- readers
+
+    def lookup(self, keys: list[bytes]) -> int:
+        """How many leading keys are known in any tier. No side effects but counting."""
+        return self.lookup_tiers(keys)[0]
+
+    def lookup_tiers(self, keys: list[bytes]) -> tuple[int, int]:
+        """How many leading keys are known in any tier, and how many in the arena. No side effects but counting."""
+        counters = self.counters
+        with self._lock:
+            known = warm = len(self._ledger.find(keys))
+        while self.lower is not None and known < len(keys):
+            part = self.known_each(keys[known : known + _LOOK])
+            known += part.index(False) if False in part else len(part)
+            if False in part and self.lower.unsure(keys[known : known + 1])[0]:
+                return known, warm  # who asks is told to ask again: counted then
+            if False in part:
+                break
+        with self._lock:
+            counters.lookup_keys += len(keys)
+            counters.lookup_hits += known
+            counters.lookup_warm += warm
+            counters.lookup_misses += known < len(keys)
+        return known, warm
+
+    def lookup_each(self, keys: Sequence[bytes]) -> list[bool]:
+        """For every single key whether it is in the arena. No side effects."""
+        with self._lock:
+            return [row is not None for row in self._ledger.find_each(keys)]
+
+    def known_each(self, keys: Sequence[bytes]) -> list[bool]:
+        """For every single key whether any tier has it. No side effects."""
+        below = (
+            lower.find(keys) if (lower := self.lower) is not None else [False] * len(keys)
+        )  # first: a block on its way up is in one of them
+        return [a or b for a, b in zip(self.lookup_each(keys), below, strict=True)]
+
+    def lease(self, account: Account, keys: list[bytes]) -> tuple[list[int], list[int], int]:
+        """Pins the leading known blocks: (rows, offsets, why it stopped), one each per key. A leased slot never moves, goes or changes.
+
+        A key given twice is pinned once. Shortened by the caps of session and tenant (Stop.CAP). Never waits, never promotes.
+        """
+        ledger = self._ledger
+        with self._lock:
+            rows = ledger.find(keys)
+            stop = Stop.END if len(rows) == len(keys) else Stop.MISS
+            unique = list(dict.fromkeys(rows))
+            total = sum(map(ledger.slot.__getitem__, unique))
+            if account.held + total > self.session_cap or account.tenant.held + total > self.tenant_cap:
+                asked = len(rows)
+                rows, unique, total = self._fit(account, rows)
+                stop = Stop.CAP if len(rows) < asked else stop
+            account.held += total
+            again = self._order.used(unique)
+            account.tenant.held += ledger.lease(unique)
+            offsets = [page * SLOT_ALIGN for page in map(ledger.page.__getitem__, rows)]
+            if (
+                stop == Stop.MISS
+                and (lower := self.lower) is not None
+                and any(lower.find(rest := [keys[len(rows)]]) + lower.unsure(rest))
+            ):
+                stop = Stop.COLD
+            if not account.own:
+                self.counters.lease_keys += len(keys)
+                self.counters.leased_blocks += len(rows)
+                self.counters.leased_bytes += total
+                self.counters.unserved[stop] += len(keys) - len(rows)
+        if again and (lower := self.lower) is not None:
+            lower.offer_again(list(map(ledger.key, again)), ledger.namespace[again[0]], account.tenant.name)
+        return rows, offsets, stop
+
+    def release(self, account: Account, rows: Sequence[int]) -> None:
+        """Ends a lease on these rows (each once), which the caller holds. Deleted blocks that nobody holds any more are freed."""
+        with self._lock:
+            account.held -= sum(map(self._ledger.slot.__getitem__, rows))
+            idle, doomed = self._ledger.release(rows)
+            account.tenant.held -= idle
+            self._room.free(doomed)
+
+    def delete(self, keys: list[bytes]) -> int:
+        """Forgets these blocks now; a leased one's slot is freed after its last lease. Returns how many were known. Reservations are untouched.
+
+        Arena, tiers, arena: whoever copies such a block down or up meanwhile looks afterwards whether it is still there, and finds that it is not.
+        """
+        known = self.forget(keys)
+        if (lower := self.lower) is not None:
+            known |= {key for key, here in zip(keys, lower.find(keys), strict=True) if here}
+            lower.delete(keys)
+            known |= self.forget(keys)
+        return len(known)
+
+    def forget(self, keys: Sequence[bytes]) -> set[bytes]:
+        """Forgets these blocks in the arena alone. Returns those that were known."""
+        with self._lock:
+            found = {key: row for key, row in zip(keys, self._ledger.find_each(keys), strict=True) if row is not None}
+            self._forget(list(found.values()))
+            return set(found)
+
+    def checksums(self, rows: Sequence[int]) -> list[int]:
+        """What the ledger has as digests of these rows, 0 where nobody has computed one. The caller holds a lease on them."""
+        return list(map(self._ledger.checksum.__getitem__, rows))
+
+    def learn_checksum(self, row: int, digest: int) -> None:
+        """Keeps the digest of a leased block."""
+        self._ledger.checksum[row] = digest
+
+    # -- operators
+
+    def belongs(self, key: bytes, namespace: Namespace) -> bool:
+        """Whether a known key's block is of this namespace."""
+        with self._lock:
+            row = self._ledger.find_each([key])[0]
+            return row is not None and self._ledger.namespace[row] == namespace.handle
+
+    def drop(self, namespace: Namespace) -> int:
+        """Forgets a namespace and all its blocks, in steps that leave the lock in between. Returns the number of blocks."""
+        self.namespaces.drop(namespace)
+        return self._purge(namespace)
+
+    def gauges(self) -> dict[str, int]:
+        """Bytes and blocks as they stand. Holds the lock for microseconds."""
+        ledger = self._ledger
+        with self._lock:
+            return {
+                "arena_bytes": self.capacity,
+                "arena_ready_bytes": min(self.arena.ready_bytes, self.capacity),
+                "used_bytes": self._slabs.taken_bytes(),
+                "known_blocks": ledger.known,
+                "leased_blocks": ledger.leased,
+                "leased_bytes": ledger.leased_bytes,
+                "reserved_blocks": ledger.reserved,
+                "reserved_bytes": ledger.reserved_bytes,
+            }
+
+    def blocks_by_namespace(self) -> dict[int, tuple[int, int]]:
+        """{handle: (sealed blocks, their bytes)}. Counts a copy, so the lock is held for a millisecond at a million blocks."""
+        with self._lock:
+            columns = self._ledger.snapshot()
+        return by_namespace(*columns)
+
+    def check_integrity(self, holders: Sequence[tuple[Account, dict[int, int], set[int]]] | None = None) -> None:
+        """Asserts that ledger, slabs and accounts agree with ground truth; slow. Holds the lock.
+
+        `holders` is what the sessions believe: (account, {row: leases}, reserved rows) each; given, it must explain every lease and reservation.
+        """
+        with self._lock:
+            pages = self._ledger.check_integrity()
+            self._slabs.check_integrity({page: self._ledger.slot[row] for page, row in pages.items()})
+            assert self._slabs.taken_bytes() <= self.capacity
+            held, reserved = self._ledger.held_rows(), self._ledger.reserved_rows()
+            total = sum(map(self._ledger.slot.__getitem__, held)) + sum(map(self._ledger.slot.__getitem__, reserved))
+            assert sum(tenant.held for tenant in self._tenants.values()) == total, "tenants' accounts do not add up"
+            self.namespaces.check_integrity(set(by_namespace(*self._ledger.snapshot())))
+            if holders is not None:
+                holders = [
+                    *holders,
+                    *((mover, dict.fromkeys(mover.leased, 1), set(mover.reserved)) for mover in self.movers.accounts),
+                ]
+                leases: Counter[int] = Counter()
+                claimed: set[int] = set()
+                shares: dict[str, set[int]] = {name: set() for name in self._tenants}
+                for account, rows, waiting in holders:
+                    leases.update(rows)
+                    assert not claimed & waiting, "two sessions hold one reservation"
+                    claimed |= waiting
+                    shares[account.tenant.name] |= rows.keys() | waiting
+                    mine = sum(self._ledger.slot[row] * n for row, n in rows.items()) + sum(
+                        map(self._ledger.slot.__getitem__, waiting)
+                    )
+                    assert account.held == mine, f"account says {account.held}, session holds {mine}"
+                assert dict(leases) == held and claimed == reserved, "a lease or reservation without a holder"
+                for name, share in shares.items():
+                    assert self._tenants[name].held == sum(map(self._ledger.slot.__getitem__, share)), (
+                        f"the account of tenant {name} does not add up"
+                    )
+
+    def _purge(self, namespace: Namespace) -> int:
+        """Forgets the blocks of a namespace that is dropped already. The largest number that a tier had."""
+        below, dropped = lower.drop(namespace) if (lower := self.lower) is not None else 0, 0
+        while True:
+            with self._lock:
+                rows = self._ledger.rows_of_namespace(namespace.handle, _DROP_STEP)
+                if not rows:
+                    return max(below, dropped)
+                self._forget(rows)
+            dropped += len(rows)
+
+    # -- under the lock
+
+    def _check_caps(self, account: Account, need: int) -> None:
+        for what, held, cap in (
+            ("session", account.held, self.session_cap),
+            ("tenant", account.tenant.held, self.tenant_cap),
+        ):
+            if need > cap:
+                raise Invalid(
+                    f"{need} bytes in one call; one {what} may hold {cap}: send fewer blocks a call or make the arena larger"
+                )
+            if held + need > cap:
+                self.counters.full += 1
+                raise Full(
+                    f"full, retry: this {what} holds {held} of the {cap} bytes it may hold at once, and asks for {need} more"
+                )
+
+    def _fit(self, account: Account, rows: list[int]) -> tuple[list[int], list[int], int]:
+        """The leading part of `rows` that the caps leave room for: (rows, unique rows, bytes)."""
+        room = max(0, self.session_cap - account.held)
+        tenant_room = max(0, self.tenant_cap - account.tenant.held)
+        seen: dict[int, None] = {}
+        total = fresh = 0
+        for i, row in enumerate(rows):
+            if row in seen:
+                continue
+            slot = self._ledger.slot[row]
+            fresh += 0 if self._ledger.leases[row] else slot
+            if total + slot > room or fresh > tenant_room:
+                return rows[:i], list(seen), total
+            seen[row] = None
+            total += slot
+        return rows, list(seen), total
+
+    def _forget(self, rows: Sequence[int]) -> None:
+        """Takes sealed rows out of the index; slots of leased ones follow after their last lease."""
+        leases = self._ledger.leases
+        for row in rows:
+            if leases[row]:
+                self._ledger.doom(row)
+        self._room.free([row for row in rows if not leases[row]])
+        self.counters.deleted_blocks += len(rows)
+
+    def _undo(self, account: Account, reservation: Reservation, indices: Sequence[int]) -> int:
+        """Frees the slots of what is open among these entries. Returns how many."""
+        rows = self._close(account, reservation, indices, reservation.lost)
+        self._room.free(rows)
+        self.counters.aborted_blocks += len(rows)
+        return len(rows)
+
+    def _close(
+        self, account: Account, reservation: Reservation, indices: Sequence[int], closed: set[int] | None = None
+    ) -> list[int]:
+        """Takes what is open among these entries out of a reservation and its accounts. Returns the rows; adds the entries to `closed`."""
+        rows = []
+        for i in indices:
+            row = reservation.rows[i]
+            if row is not None:
+                reservation.rows[i] = None
+                slot = self._ledger.slot[row]
+                account.held -= slot
+                account.tenant.held -= slot
+                rows.append(row)
+                if closed is not None:
+                    closed.add(i)
+        return rows
+
+    def _write_heads(
+        self,
+        made: Reservation,
+        entries: Sequence[int],
+        template: bytes,
+        keys: list[bytes],
+        hashes: list[bytes],
+        slot: int,
+    ) -> None:
+        """Header and padding of these entries' slots. Not under the lock: the slots are the caller's."""
+        rows = headers(template, [keys[i] for i in entries], [hashes[i] for i in entries]).tobytes()
+        memory, nbytes, padding = self.arena.memory, made.nbytes, bytes(slot - made.nbytes)
+        for i, at in zip(entries, range(0, len(rows), HEADER_BYTES), strict=True):
+            offset = made.pages[i] * SLOT_ALIGN
+            head = made.headers[i] = rows[at : at + HEADER_BYTES]
+            memory[offset : offset + HEADER_BYTES] = head
+            memory[offset + nbytes : offset + slot] = padding
+
+    def _handles_in_use(self) -> set[int]:
+        below = lower.handles() if (lower := self.lower) is not None else set()
+        with self._lock:
+            return self._ledger.handles() | below

@@ -1,0 +1,1 @@
+"""The Redis tier: blocks shared between hosts, one string each."""

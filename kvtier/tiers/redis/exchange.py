@@ -1,0 +1,334 @@
+"""Questions to Redis and their answers, whole or the connection is gone. With redis_link the only file that imports redis.
+
+redis-py makes the connections and reads short answers with hiredis; blocks are sent from the arena and received into it on the same socket, without a
+copy between. A wire is marked before a question goes out and cleared after the answer's last byte was read; whatever happens in between, an exception
+at any point included, whoever takes it next finds the mark and connects anew. So no answer ever reaches another question.
+
+A `RedisConnection` belongs to one thread at a time. Every wait ends within the timeout of a question, or twice that.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import redis
+from redis.exceptions import (
+    AskError,
+    AuthenticationError,
+    BusyLoadingError,
+    ClusterDownError,
+    MovedError,
+    NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+    TryAgainError,
+)
+
+from kvtier.errors import Lost
+from kvtier.tiers.redis.location import Address
+from kvtier.tiers.redis.value import FRONT_BYTES
+
+WINDOW = 2**20  # bytes under way before an answer is read: many small values at once, of a MiB and more one by one
+MOST_UNDER_WAY = 128  # questions
+JOIN = 16 * 1024  # shorter pieces are sent together
+ROUNDS = 5  # redirections of a cluster that are followed
+
+Piece = bytes | memoryview
+
+
+class Down(Exception):
+    """Nobody answered, or not as Redis does. `settled`: trying again cannot help, the settings are wrong."""
+
+    def __init__(self, reason: str, settled: bool = False) -> None:
+        super().__init__(reason)
+        self.settled = settled
+
+
+class Busy(Down):
+    """All connections were in use for too long: nobody was asked."""
+
+
+class Refused(Exception):
+    """Redis answered with an error. `kind` is what the caller can do about it: full, readonly, denied, other."""
+
+    def __init__(self, kind: str, reason: str) -> None:
+        super().__init__(reason)
+        self.kind = kind
+
+
+class Nodes(Protocol):
+    """Who knows where a name is, and how to get there: the link."""
+
+    def address_of(self, wire: RedisConnection, name: bytes) -> Address: ...
+
+    def moved(self, slot: int, address: Address) -> None: ...
+
+    def connect(self, address: Address) -> Any: ...
+
+
+@dataclass(slots=True)
+class RedisQuestion:
+    """One command: the name that says which node of a cluster it is for, its bytes, and who reads the answer."""
+
+    name: bytes
+    pieces: tuple[Piece, ...]
+    receive: Callable[[Any], Any]
+    nbytes: int
+
+
+def command(*words: bytes | int) -> bytes:
+    """A command's bytes."""
+    parts = [b"*%d\r\n" % len(words)]
+    for word in words:
+        text = b"%d" % word if isinstance(word, int) else word
+        parts.append(b"$%d\r\n%s\r\n" % (len(text), text))
+    return b"".join(parts)
+
+
+def ask(name: bytes, *words: bytes | int) -> RedisQuestion:
+    """A short question about a name, with a short answer."""
+    raw = command(*words)
+    return RedisQuestion(name, (raw,), _short, len(raw))
+
+
+def ask_to_keep(name: bytes, front: bytes, block: memoryview, ttl: int) -> RedisQuestion:
+    """SET of a block behind its front; the answer is b"OK"."""
+    tail = (b"\r\n$2\r\nEX\r\n$%d\r\n%d\r\n" % (len(str(ttl)), ttl)) if ttl else b"\r\n"
+    nbytes = len(front) + len(block)
+    head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n%s" % (5 if ttl else 3, len(name), name, nbytes, front)
+    return RedisQuestion(name, (head, block, tail), _short, len(head) + len(block) + len(tail))
+
+
+def ask_for(name: bytes, block: memoryview, until: float) -> RedisQuestion:
+    """The value under a name, its block straight into `block`: the answer is the front, or None if there is none. Never takes in more than that."""
+    raw = command(
+        b"GETRANGE", name, 0, FRONT_BYTES + len(block)
+    )  # one more than wanted: so what is longer shows, and costs no more
+    return RedisQuestion(name, (raw,), lambda connection: _receive_block(connection, block, until), len(raw))
+
+
+class RedisConnection:
+    """One thread's connections, one a node. `marked` while an answer is outstanding."""
+
+    def __init__(self, nodes: Nodes, generation: int) -> None:
+        self._nodes = nodes
+        self.connections: dict[Address, Any] = {}
+        self.generation = generation
+        self.marked = False
+        self.taken = False
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connection that may have died unnoticed."""
+        return bool(self.connections)
+
+    def drop(self) -> None:
+        """Closes all connections."""
+        connections, self.connections = self.connections, {}
+        for connection in connections.values():
+            connection.disconnect()
+        self.marked = False
+
+    def tell(self, address: Address, *words: bytes | int) -> Any:
+        """One short question to one node. Raises Down, Refused."""
+        raw = command(*words)
+        (answer,) = self._exchange(address, [RedisQuestion(b"", (raw,), _short, len(raw))])
+        if isinstance(answer, Exception):
+            raise _refused(answer)
+        return answer
+
+    def ask(self, questions: Sequence[RedisQuestion]) -> list[Any]:
+        """The answers, in order; a Refused in the place of one that Redis refused. Raises Down, and Lost for a value that is no block."""
+        answers: list[Any] = [None] * len(questions)
+        left = list(range(len(questions)))
+        for attempt in range(ROUNDS):
+            groups: dict[Address, list[int]] = {}
+            for i in left:
+                groups.setdefault(self._nodes.address_of(self, questions[i].name), []).append(i)
+            left = []
+            for address, group in groups.items():
+                for i, answer in zip(group, self._exchange(address, [questions[i] for i in group]), strict=True):
+                    if isinstance(answer, MovedError):
+                        self._nodes.moved(answer.slot_id, _address(answer, address))
+                        left.append(i)
+                    elif isinstance(answer, AskError):
+                        answer = self._asked(_address(answer, address), questions[i])
+                        left += [i] if isinstance(answer, AskError | TryAgainError) else []
+                    elif isinstance(answer, TryAgainError):
+                        left.append(i)
+                    answers[i] = answer
+            if not left:
+                break
+            time.sleep(0.01 * attempt)
+        return [_refused(answer) if isinstance(answer, Exception) else answer for answer in answers]
+
+    # -- inside
+
+    def _asked(self, address: Address, question: RedisQuestion) -> Any:
+        """A question about a slot that is on its way to another node."""
+        self.tell(address, b"ASKING")  # by itself: hiredis would read on into a block that follows
+        return self._exchange(address, [question])[0]
+
+    def _connection(self, address: Address) -> Any:
+        connection = self.connections.get(address)
+        if connection is None or connection._sock is None:
+            connection = self.connections[address] = self._nodes.connect(address)
+        return connection
+
+    @staticmethod
+    def _fits(questions: int, nbytes: int) -> bool:
+        return questions < MOST_UNDER_WAY and nbytes <= WINDOW
+
+    def _exchange(self, address: Address, questions: Sequence[RedisQuestion]) -> list[Any]:
+        """All questions to one node, up to a window of them under way. ResponseErrors stand among the answers. Raises Down, Lost."""
+        connection = self._connection(address)
+        answers: list[Any] = []
+        self.marked = True
+        try:
+            sent = under_way = 0
+            while len(answers) < len(questions):
+                batch: list[Piece] = []
+                while sent < len(questions) and (
+                    not under_way or self._fits(sent - len(answers), under_way + questions[sent].nbytes)
+                ):
+                    batch.extend(questions[sent].pieces)
+                    under_way += questions[sent].nbytes
+                    sent += 1
+                if batch:
+                    connection.send_packed_command(_joined(batch), check_health=False)
+                question = questions[len(answers)]
+                try:
+                    answers.append(question.receive(connection))
+                except ResponseError as error:
+                    answers.append(error)
+                under_way -= question.nbytes
+        except (RedisError, OSError) as error:
+            raise down(error, address) from error
+        self.marked = False
+        return answers
+
+
+def _joined(pieces: Sequence[Piece]) -> list[Piece]:
+    """The same bytes in fewer pieces: neighbours that are short become one."""
+    found: list[Piece] = []
+    short: list[Piece] = []
+    for piece in pieces:
+        if len(piece) <= JOIN:
+            short.append(piece)
+            continue
+        if short:
+            found.append(b"".join(short))
+            short = []
+        found.append(piece)
+    return [*found, b"".join(short)] if short else found
+
+
+# -- answers
+
+
+def _short(connection: Any) -> Any:
+    """By hiredis. Nothing of it stays behind in the parser: no more questions are under way than answers are read, and these are short."""
+    return connection.read_response()
+
+
+def _receive_block(connection: Any, block: memoryview, until: float) -> bytes | None:
+    """See `ask_for`. The socket is redis-py's own: a second buffer would cost as much as the socket."""
+    sock = connection._sock
+    line = b"$%d\r\n" % (FRONT_BYTES + len(block))
+    head = memoryview(bytearray(len(line) + FRONT_BYTES))
+    got = 0
+    while got < len(head):
+        got += _some(sock, head[got:], until)
+        if head[: min(got, len(line))] != line[:got]:
+            _other(connection, sock, bytes(head[:got]), until)
+            return None
+    got = 0
+    while got < len(block):
+        got += _some(sock, block[got:], until)
+    end = memoryview(bytearray(2))
+    got = 0
+    while got < 2:
+        got += _some(sock, end[got:], until)
+    if bytes(end) != b"\r\n":
+        raise redis.InvalidResponse("a value without its end")
+    return bytes(head[len(line) :])
+
+
+def _other(connection: Any, sock: Any, raw: bytes, until: float) -> None:
+    """An answer that is not a value of the right length: returns for no value. Raises ResponseError, Lost for another length."""
+    part = memoryview(bytearray(256))
+    while b"\r\n" not in raw and len(raw) < 4096:
+        raw += bytes(part[: _some(sock, part, until)])
+    line, _, rest = raw.partition(b"\r\n")
+    if line.startswith(b"-"):
+        raise connection._parser.parse_error(line[1:].decode(errors="replace"))
+    if line == b"$-1":
+        return
+    if line == b"$0":
+        while len(rest) < 2:
+            rest += bytes(part[: _some(sock, part[:2], until)])
+        return
+    if line.startswith(b"$") and line[1:].isdigit():
+        raise Lost(
+            f"a value of {int(line[1:])} bytes at least"
+        )  # the connection stays marked: its bytes are still to come
+    raise redis.InvalidResponse("not an answer to GETRANGE")
+
+
+def _some(sock: Any, into: memoryview, until: float) -> int:
+    n: int = sock.recv_into(into)
+    if n == 0:
+        raise ConnectionResetError("the server closed the connection")
+    if time.monotonic() > until:
+        raise TimeoutError("the answer takes too long")
+    return n
+
+
+# -- faults
+
+
+def _address(error: AskError, asked: Address) -> Address:
+    return (error.host or asked[0]), int(error.port)
+
+
+def _refused(error: Exception) -> Refused:
+    """What an answer means for the caller. Raises Down for one that says that the server cannot work now."""
+    text = f"{type(error).__name__}: {error}"[:200]
+    if isinstance(error, MovedError):
+        raise Down(
+            "this is one node of a cluster, and others have blocks too: write cluster = true", settled=True
+        ) from error
+    if isinstance(error, BusyLoadingError | ClusterDownError | TryAgainError | AskError):
+        raise Down(text) from error
+    if isinstance(error, OutOfMemoryError):
+        return Refused("full", "out of memory, and its policy evicts nothing")
+    if isinstance(error, ReadOnlyError):
+        return Refused("readonly", "a replica: it takes no writes")
+    if isinstance(error, NoPermissionError):
+        return Refused("denied", str(error)[:200])
+    return Refused("other", text)
+
+
+def down(error: Exception, address: Address) -> Down:
+    """The reason in words that name what to look at."""
+    where = f"{address[0]}:{address[1]}" if address[1] else address[0]
+    text = str(error)[:200]
+    if isinstance(error, AuthenticationError):
+        return Down(f"{where} refuses user and password: {text or 'wrong or missing'}", settled=True)
+    if isinstance(error, NoPermissionError):
+        return Down(f"{where} refuses this user a command: {text}", settled=True)
+    if "ALERT" in text and "CERTIFICATE" in text.upper():
+        return Down(f"{where} wants another certificate of this end: {text}", settled=True)
+    if "CERTIFICATE_VERIFY_FAILED" in text:
+        return Down(f"{where} shows a certificate that `ca` does not vouch for: {text}", settled=True)
+    if "SSL" in text or "WRONG_VERSION_NUMBER" in text:
+        return Down(f"{where} does not speak TLS, or not as this end does: {text}", settled=True)
+    if isinstance(error, socket.timeout | redis.TimeoutError):
+        return Down(f"{where} does not answer in time")
+    return Down(f"{where}: {text or type(error).__name__}")

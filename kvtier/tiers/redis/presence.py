@@ -1,0 +1,86 @@
+"""What a tier in another place was last heard to have: answers that grow old. A cache of yes and no by key, bounded, so that asking costs no I/O.
+
+A yes counts for `HOLD` seconds, then nobody knows; after `FRESH` it is worth asking anew. A no counts for `ABSENT`: somebody else may put the block
+at any moment. What is forgotten first is what was heard longest ago. Reads take no lock (dict reads are atomic); writes take one of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+
+MAX_SEEN = 65_536  # answers; about 250 bytes each
+HOLD, FRESH, ABSENT = 10.0, 2.0, 1.0  # seconds
+
+
+class Presence:
+    """Answers by key. A yes may carry the handle of the namespace and the block's bytes, where these are known."""
+
+    def __init__(self, most: int = MAX_SEEN) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._answers: dict[bytes, tuple[bool, float, int]] = {}  # yes or no, when, handle (0: not known)
+        self._by_handle: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def get(self, key: bytes, now: float) -> bool | None:
+        """Yes, no, or None: not known any more."""
+        answer = self._answers.get(key)
+        if answer is None or now - answer[1] > (HOLD if answer[0] else ABSENT):
+            return None
+        return answer[0]
+
+    def fresh(self, key: bytes, now: float) -> bool:
+        """Whether a yes is so young that nobody need ask."""
+        answer = self._answers.get(key)
+        return answer is not None and answer[0] and now - answer[1] <= FRESH
+
+    def hear(self, answers: Iterable[tuple[bytes, bool]], handle: int = 0, began: float = 0.0) -> None:
+        """Keeps answers. A yes to a question that `began` before a no was heard does not count: the block was forgotten meanwhile."""
+        now = time.monotonic()
+        with self._lock:
+            for key, here in answers:
+                before = self._answers.get(key)
+                if here and before is not None and not before[0] and before[1] >= began > 0.0:
+                    continue
+                known = handle or (before[2] if before is not None else 0)
+                self._remove(key)
+                if len(self._answers) >= self._most:
+                    self._remove(next(iter(self._answers)))
+                self._answers[key] = (here, now, known)
+                if here and known:
+                    self._by_handle[known] = self._by_handle.get(known, 0) + 1
+
+    def forget(self, handle: int) -> list[bytes]:
+        """Turns all that is known of a namespace into no. Returns the keys."""
+        with self._lock:
+            mine = [key for key, (here, _, of) in self._answers.items() if here and of == handle]
+        self.hear((key, False) for key in mine)
+        return mine
+
+    def handles(self) -> set[int]:
+        """Namespaces of which a block was heard of."""
+        with self._lock:
+            return set(self._by_handle)
+
+    def check_integrity(self) -> None:
+        """Asserts that the counts are right and the limit kept."""
+        with self._lock:
+            counts: dict[int, int] = {}
+            for here, _, handle in self._answers.values():
+                if here and handle:
+                    counts[handle] = counts.get(handle, 0) + 1
+            assert counts == self._by_handle
+            assert len(self._answers) <= self._most
+
+    def _remove(self, key: bytes) -> None:
+        answer = self._answers.pop(key, None)
+        if answer is not None and answer[0] and answer[2]:
+            left = self._by_handle[answer[2]] - 1
+            if left:
+                self._by_handle[answer[2]] = left
+            else:
+                del self._by_handle[answer[2]]

@@ -1,0 +1,259 @@
+"""The Redis tier: blocks shared between hosts, one string each, whole or absent, in an engine that others operate. Redis evicts by its own rules.
+
+`find` answers from what was heard lately and never waits: what nobody knows is asked in the background, and `unsure` says so meanwhile. Deletes go
+the same way. Reads and writes are calls with a timeout, over several connections; when Redis fails the breaker opens, every answer is "not here" at
+once, and a thread of the tier's own tries until it is back. A miss after a yes is a miss: Redis evicts, and others delete.
+
+Thread-safe; no lock is held over I/O. The value's format and what operators need to know are docs/redis.md.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from kvtier.errors import Lost, NotFound, Unavailable
+from kvtier.format import block
+from kvtier.store.namespaces import Namespace
+from kvtier.tiers.health import READ, SPACE, WRITE
+from kvtier.tiers.redis.asker import Asker
+from kvtier.tiers.redis.calls import Calls
+from kvtier.tiers.redis.exchange import Refused, ask_for, ask_to_keep
+from kvtier.tiers.redis.location import RedisLocation
+from kvtier.tiers.redis.presence import Presence
+from kvtier.tiers.redis.upkeep import Upkeep
+from kvtier.tiers.redis.value import FRONT_BYTES, front, read_front
+from kvtier.tiers.tier import Outgoing
+
+ASK_FIRST, ASK_MORE = (
+    32,
+    4,
+)  # unknown keys of one `find` that are asked: so many, or so many for each that is answered. Mostly the first is a no
+PATIENCE = 5.0  # seconds that `close` waits for calls under way
+
+
+class Redis:
+    """Blocks in the Redis at `where`. Connects once on the way in: raises Invalid where the settings are wrong (password, rights, certificate); a
+    Redis that is merely not there is waited for in the background."""
+
+    name = "redis"
+
+    def __init__(self, where: RedisLocation) -> None:
+        self._calls = Calls(where)
+        self._calls.first()
+        self._seen = Presence()
+        self._users = 0
+        self._closing = False
+        self._asker = Asker(self._calls, self._seen)
+        self._upkeep = Upkeep(self._calls)
+
+    # -- what is known without waiting
+
+    def find(self, keys: Sequence[bytes]) -> list[bool]:
+        """For each key whether the block was lately heard to be here. No I/O and no lock; what is not known is asked in the background."""
+        if not self._calls.breaker.closed:
+            return [False] * len(keys)
+        now, seen, asker = time.monotonic(), self._seen, self._asker
+        found, asked, answered = [], 0, 0
+        for key in keys:
+            known = False if asker.forgetting(key) else seen.get(key, now)
+            found.append(bool(known))
+            if known is None:
+                if asked < max(ASK_FIRST, ASK_MORE * answered):
+                    asker.question(key, now)
+                asked += 1
+            else:
+                answered += 1
+                if known and not seen.fresh(key, now):
+                    asker.question(key, now)
+        return found
+
+    def unsure(self, keys: Sequence[bytes]) -> list[bool]:
+        """For each key whether it is being asked: an answer is to be had in some milliseconds."""
+        if not self._calls.breaker.closed:
+            return [False] * len(keys)
+        now = time.monotonic()
+        return [self._asker.asking(key, now) and self._seen.get(key, now) is None for key in keys]
+
+    def handles(self) -> set[int]:
+        """Handles of the namespaces of which this process wrote blocks lately."""
+        return self._seen.handles()
+
+    def blocks_by_namespace(self) -> dict[int, tuple[int, int]]:
+        """Empty: Redis does not say."""
+        return {}
+
+    # -- calls
+
+    def write(self, blocks: Sequence[Outgoing]) -> list[bool]:
+        """Keeps these blocks; what is there already is not sent again. False for what Redis refuses. Raises Unavailable while it fails."""
+        with self._used():
+            calls, seen = self._calls, self._seen
+            if calls.health.paused(WRITE):
+                raise Unavailable(f"redis takes no blocks for now: {calls.health.fault}")
+            wanted = {
+                out.key: out
+                for out in blocks
+                if not out.namespace.dropped and out.namespace.digest not in self._upkeep.dropping
+            }
+            again = self._asker.keep(wanted, calls.where.timeout)
+            now = time.monotonic()
+            here = {key for key in wanted if key not in again and seen.fresh(key, now)}
+            doubtful = [key for key in wanted if key not in here and key not in again]
+            lengths = zip(doubtful, calls.lengths(doubtful), strict=True)
+            here.update(
+                key for key, length in lengths if length == FRONT_BYTES + wanted[key].nbytes
+            )  # of another length: no block, written over
+            self._send([out for key, out in wanted.items() if key not in here], here)
+            for key in here:
+                seen.hear([(key, True)], wanted[key].namespace.handle)
+            if gone := [key for key in here if wanted[key].namespace.dropped]:
+                self._asker.delete(gone)
+            return [out.key in here and not out.namespace.dropped for out in blocks]
+
+    def read(self, key: bytes, slot: memoryview, nbytes: int) -> int:
+        """Reads a block into `slot` and returns its checksum, verified. Raises NotFound, Lost (Redis is told to forget it then) or Unavailable."""
+        with self._used():
+            calls, began = self._calls, time.monotonic()
+            if self._asker.forgetting(key):
+                raise NotFound("deleted from Redis")
+            question = ask_for(calls.name_of(key), slot[:nbytes], began + calls.where.timeout)
+            try:
+                (answer,) = calls.call(lambda wire: wire.ask([question]), "read_faults")
+                if isinstance(answer, Refused):
+                    calls.refusal(answer, READ)
+                    raise Unavailable(f"redis: {answer}")
+                if answer is None:
+                    self._seen.hear([(key, False)])
+                    calls.count("missed_blocks")
+                    raise NotFound("not in Redis")
+                checksum = read_front(answer, key, nbytes)
+                header = block.verify(slot[:nbytes], key, checksum)
+            except Lost:
+                calls.count("lost_blocks")
+                self._asker.delete([key])
+                raise
+            if header.namespace in self._upkeep.dropping:
+                raise NotFound("its namespace was dropped")
+            slot[nbytes:] = bytes(len(slot) - nbytes)
+            self._seen.hear([(key, True)], began=began)
+            calls.count("read_blocks")
+            calls.count("read_bytes", nbytes)
+            calls.taken(READ)
+            return checksum
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        """Forgets these blocks: here at once, in Redis within 50 ms, or as soon as it answers again. Returns how many were known here."""
+        now = time.monotonic()
+        known = sum(bool(self._seen.get(key, now)) for key in dict.fromkeys(keys) if not self._asker.forgetting(key))
+        self._asker.delete(keys)
+        return known
+
+    def drop(self, namespace: Namespace) -> int:
+        """Forgets a namespace's blocks: here at once, in Redis in the background, by going through all names. Returns how many were known here.
+
+        A namespace that was only crowded out of this daemon's registry is not dropped: its blocks are other daemons' too.
+        """
+        if not namespace.crowded:
+            self._upkeep.dropping[namespace.digest] = None
+        return len(self._seen.forget(namespace.handle))
+
+    # -- operators
+
+    def gauges(self) -> dict[str, int]:
+        """Numbers for operators. capacity, used, blocks and evicted are what Redis said of all its contents a few seconds ago."""
+        calls = self._calls
+        with calls.lock:
+            return {
+                **self._upkeep.server,
+                "degraded": int(calls.health.degraded or not calls.breaker.closed),
+                "breaker": calls.breaker.state,
+                "breaker_opened_total": calls.breaker.opened_total,
+                "connections": calls.link.open_connections(),
+                "connections_dropped_total": calls.link.dropped_total,
+                "known_keys": len(self._seen),
+                "waiting_deletes": self._asker.waiting_deletes(),
+                **{f"{name}_total": getattr(calls.totals, name) for name in calls.totals.__slots__},
+            }
+
+    def fault(self) -> str:
+        """What is wrong now, in words; "" if nothing is."""
+        return self._calls.health.fault or self._calls.breaker.reason
+
+    def look(self) -> None:
+        """Asks Redis what it says of its memory, now. Raises Unavailable."""
+        with self._used():
+            self._upkeep.look()
+
+    def alive(self) -> bool:
+        """Whether its threads run."""
+        return self._asker.alive() and self._upkeep.alive()
+
+    def check_integrity(self) -> None:
+        """Asserts that the books agree and the limits are kept."""
+        self._seen.check_integrity()
+        self._asker.check_integrity()
+
+    def close(self) -> None:
+        """Waits for calls under way, `PATIENCE` at most, then ends threads and connections."""
+        lock = self._calls.lock
+        with lock:
+            self._closing = True
+            lock.wait_for(lambda: not self._users, PATIENCE)
+        self._asker.close(PATIENCE)
+        self._upkeep.close(PATIENCE)
+        self._calls.link.close()
+
+    # -- inside
+
+    @contextmanager
+    def _used(self) -> Iterator[None]:
+        """Raises Unavailable once `close` was called, and while the breaker is open."""
+        calls = self._calls
+        with calls.lock:
+            if self._closing:
+                raise Unavailable("the Redis tier is closed")
+            self._users += 1
+        try:
+            if not calls.breaker.closed:
+                raise Unavailable(f"redis fails: {calls.breaker.reason}")
+            yield
+        finally:
+            with calls.lock:
+                self._users -= 1
+                if self._closing:
+                    calls.lock.notify_all()
+
+    def _send(self, blocks: Sequence[Outgoing], here: set[bytes]) -> None:
+        """SET of each; adds the keys of those that Redis took to `here`. Raises Unavailable."""
+        calls = self._calls
+        for again in (True, False):
+            if not blocks:
+                return
+            questions = [
+                ask_to_keep(
+                    calls.name_of(out.key),
+                    front(out.key, out.nbytes, out.checksum),
+                    out.slot[: out.nbytes],
+                    calls.where.ttl,
+                )
+                for out in blocks
+            ]
+            answers = calls.call(lambda wire, questions=questions: wire.ask(questions), "write_faults")  # type: ignore[misc]
+            refused = [
+                (out, answer) for out, answer in zip(blocks, answers, strict=True) if isinstance(answer, Refused)
+            ]
+            taken = [out for out, answer in zip(blocks, answers, strict=True) if not isinstance(answer, Refused)]
+            here.update(out.key for out in taken)
+            calls.count("written_blocks", len(taken))
+            calls.count("written_bytes", sum(out.nbytes for out in taken))
+            if not refused:
+                calls.taken(WRITE, SPACE)
+                return
+            if not (again and refused[0][1].kind == "readonly"):
+                calls.count("refused_blocks", len(refused))
+                calls.refusal(refused[0][1], WRITE)
+                return
+            calls.link.reset()  # a failover: the same name is another server now
+            blocks = [out for out, _ in refused]

@@ -1,0 +1,128 @@
+"""The data file of an SSD tier: slots by offset, straight between file and memory. Knows nothing of keys.
+
+Preallocated slab by slab, so that a write needs no more of the file system than its own bytes. O_DIRECT, or the page cache where the file system
+refuses, at opening or at the first transfer; said once. Transfers of different slots may run beside each other and beside `grow`, which one thread
+calls. All methods may block on the disk and raise OSError.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kvtier.tiers.ssd.disk import CREATE, DIRECT, WRITE, Disk
+
+WRITERS, PARALLEL_BYTES = 4, 4 * 2**20  # threads that write one batch; a smaller batch needs one
+
+log = logging.getLogger(__name__)
+
+
+class DataFile:
+    """The file at `path`, made if need be and cut to whole slabs, `most` at most.
+
+    sync   written bytes are durable before `write` returns
+    """
+
+    def __init__(self, path: Path, disk: Disk, slab_bytes: int, most: int, sync: bool) -> None:
+        self._disk = disk
+        self._slab_bytes = slab_bytes
+        self._sync = sync
+        self._directory = path.parent
+        self.direct = True
+        try:
+            self._fd = disk.open(path, WRITE | CREATE | DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._fd = disk.open(path, WRITE | CREATE)
+            self._use_the_page_cache()
+        try:
+            size = disk.size(self._fd)
+            self.slabs = min(size // slab_bytes, most)  # with disk behind them
+            if size > self.nbytes:  # the capacity was made smaller, or a slab was never finished
+                disk.truncate(self._fd, self.nbytes)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slabs that have disk behind them."""
+        return self.slabs * self._slab_bytes
+
+    def read(self, slot: memoryview, offset: int) -> int:
+        """Fills a slot, as far as the file goes. Returns the bytes read. A file that somebody has cut gets its length back."""
+        got = self._transfer(self._disk.read, slot, offset)
+        if got < len(slot):
+            try:
+                self._disk.allocate(self._fd, 0, self.nbytes)
+            except OSError:
+                pass  # writes past the end lengthen it too
+        return got
+
+    def write(self, slots: Sequence[tuple[memoryview, int]]) -> None:
+        """Writes slots to their offsets, several at once where that pays. Raises after the last write has ended: until then no slot is free."""
+        small = sum(len(slot) for slot, _ in slots) < PARALLEL_BYTES
+        parts = [slots] if small else [slots[first::WRITERS] for first in range(min(WRITERS, len(slots)))]
+        faults: list[BaseException] = []
+
+        def work(part: Sequence[tuple[memoryview, int]]) -> None:
+            try:
+                for slot, offset in part:
+                    self._transfer(self._write, slot, offset)
+            except BaseException as error:
+                faults.append(error)
+
+        threads = [threading.Thread(target=work, args=(part,), name="ssd-writer", daemon=True) for part in parts[1:]]
+        for thread in threads:
+            thread.start()
+        work(parts[0])
+        for thread in threads:
+            thread.join()
+        if faults:
+            raise faults[0]
+        if self._sync:
+            self._disk.sync(self._fd)
+
+    def grow(self, min_free: int) -> str:
+        """Puts disk behind one more slab, if the file system keeps `min_free` bytes then. Returns why not, "" if it did."""
+        free = self._disk.free(self._directory)[1]
+        if free - self._slab_bytes < min_free:
+            return f"the file system has {free} free bytes, of which {min_free} are for others"
+        try:
+            self._disk.allocate(self._fd, self.nbytes, self._slab_bytes)
+        except OSError as error:
+            try:
+                self._disk.truncate(self._fd, self.nbytes)
+            except OSError:
+                pass  # the next start does
+            return f"the file cannot grow: {error.strerror}"
+        self.slabs += 1
+        return ""
+
+    def close(self) -> None:
+        self._disk.close(self._fd)
+
+    def _write(self, fd: int, slot: memoryview, offset: int) -> int:
+        self._disk.write(fd, slot, offset)
+        return len(slot)
+
+    def _transfer(self, call: Callable[[int, memoryview, int], int], slot: memoryview, offset: int) -> int:
+        try:
+            return call(self._fd, slot, offset)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not self.direct:
+                raise
+        self._use_the_page_cache()
+        return call(self._fd, slot, offset)
+
+    def _use_the_page_cache(self) -> None:
+        """From here on: the file system takes no O_DIRECT, or takes it and then refuses what is aligned to pages."""
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+        self.direct = False
+        log.warning("ssd buffered", extra={"fields": {"path": self._directory}})

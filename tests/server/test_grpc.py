@@ -1,0 +1,744 @@
+"""The public door: clients that vanish or stand still, sizes at its limits, a daemon that dies and comes back, bytes that change on their way.
+
+Against real daemons, but where patience must be shortened: then a door in this process over a store of its own. TCP is loopback.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import xxhash
+
+from kvtier.client.api import Client
+from kvtier.format.layout import HEADER_BYTES
+from kvtier.protocol import rpc
+from kvtier.protocol.limits import CHUNK
+from kvtier.protocol.v1 import kvtier_pb2 as pb
+from kvtier.server import grpc as grpc_server
+from kvtier.server import in_flight
+from kvtier.server.sessions import WRITE
+from kvtier.server.sessions import Peer as PeerOf
+from kvtier.server.settings import Listen
+from kvtier.server.verbs import Service
+from tests.support.daemon import ROOT, Daemon, KiB, MiB, Peer, body, description, hashes, is_body, put, until
+from tests.support.doors import Doors, Knock, ends, method
+from tests.support.inside import Inside
+
+CODE = grpc.StatusCode
+
+
+@pytest.fixture(scope="module")
+def doors() -> Iterator[Doors]:
+    with Doors(256 * MiB) as daemon:
+        yield daemon
+
+
+def idle(daemon: Daemon, within: float = 5.0) -> dict[str, Any]:
+    """Waits until no gRPC call is under way and nothing is held."""
+    return until(
+        lambda: (s := daemon.status())["grpc_calls"] == 0 and s["grpc_bulk_calls"] == 0 and s["held_bytes"] == 0 and s,
+        "the door is idle",
+        within,
+    )
+
+
+# A client that goes away in the middle
+
+
+@pytest.fixture(scope="module")
+def long_value() -> Iterator[tuple[Doors, bytes, bytes]]:
+    """A daemon with 64 MiB to read in one call: (daemon, description, hashes)."""
+    wanted = description(16 * MiB - HEADER_BYTES)
+    with Doors(512 * MiB) as daemon:
+        with daemon.way("unix", "") as client:
+            put(client, client.register(wanted), range(4), deadline=60)
+        yield daemon, wanted.canonical, hashes(range(4))
+
+
+_READER = """
+from tests.support.doors import Knock, method
+from kvtier.protocol.v1 import kvtier_pb2 as pb
+target, canonical, raw, times, how = ARGS
+def begin(knock):
+    known = knock.register(bytes.fromhex(canonical))
+    request = pb.Keys(handle=known.handle, boot=known.boot, layer_hi=1, head_hi=1, hashes=bytes.fromhex(raw)).SerializeToString()
+    stream = knock.channel.unary_stream(method("Get"))(request, timeout=60)
+    next(stream), next(stream), next(stream)  # the reply and two chunks
+    return stream
+if how == "cancel":
+    with Knock(target) as knock:
+        for _ in range(times):
+            begin(knock).cancel()
+else:
+    # A child a get, forked before this process has used gRPC: a hundred interpreters would take a minute to start.
+    for _ in range(times):
+        reading, told = os.pipe()
+        child = os.fork()
+        if child == 0:
+            stream = begin(Knock(target))
+            os.write(told, b"x")
+            time.sleep(60)
+        os.close(told)
+        assert os.read(reading, 1) == b"x"
+        os.close(reading)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+say("done")
+"""
+
+
+@pytest.mark.parametrize("how", ["cancel", "kill"])
+def test_readers_that_vanish_take_no_thread_and_no_lease(long_value: tuple[Doors, bytes, bytes], how: str) -> None:
+    """KVB-12 a: 100 gets cancelled after two chunks, 100 whose process is killed; many more than there are places for gets."""
+    daemon, canonical, raw = long_value
+    ns_of = description(16 * MiB - HEADER_BYTES)
+    with daemon.way("unix", "") as client:
+        assert len(client.get(client.register(ns_of), raw, deadline=60)) == 4
+        before = daemon.rss_anon()
+        with Peer(_READER, daemon, f"unix:{daemon.socket}.grpc", canonical.hex(), raw.hex(), 100, how) as peer:
+            assert peer.hear(90) == "done"
+        idle(daemon)
+        assert daemon.rss_anon() < before + 64 * MiB
+        ns = client.register(ns_of)  # every place is free: as many gets at once as there are
+        got: list[int] = []
+        threads = [
+            threading.Thread(target=lambda: got.append(len(client.get(ns, raw[:32], deadline=60))))
+            for _ in range(grpc_server.MAX_BULK_EACH)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert got == [1] * grpc_server.MAX_BULK_EACH
+    daemon.status(check_integrity=True)
+
+
+@pytest.fixture
+def ajar(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[grpc_server.GrpcServer, str]]:
+    """A door in this process with patience for half a second, over a store of its own: (door, target)."""
+    monkeypatch.setattr(grpc_server, "STALL", 0.5)
+    monkeypatch.setattr(in_flight, "PATIENCE", 0.5)
+    with Inside(64 * MiB) as inside, tempfile.TemporaryDirectory() as directory:
+        service = Service(inside.store, inside.sessions)
+        path = Path(directory) / "door.sock"
+        made = grpc_server.GrpcServer(service, [Listen(path)], unix_peer=PeerOf("local", WRITE))
+        made.start()
+        try:
+            yield made, f"unix:{path}"
+        finally:
+            made.close()
+        assert not path.exists()
+
+
+def test_clients_that_stand_still_are_cut(ajar: tuple[grpc_server.GrpcServer, str]) -> None:
+    """A put that stops sending, a get that stops reading, a call whose message never comes: none keeps a thread or a slot."""
+    made, target = ajar
+    wanted = description(4 * MiB)
+    with Knock(target) as knock:
+        known = knock.register(wanted.canonical)
+        which = {"handle": known.handle, "boot": known.boot, "layer_hi": 1, "head_hi": 1}
+        sums = [xxhash.xxh3_64_intdigest(body(n, 4 * MiB)) for n in range(3)]
+        request = pb.PutRequest(
+            keys=pb.Keys(hashes=hashes(range(3)), nbytes=4 * MiB + HEADER_BYTES, **which), checksum=sums
+        )
+        release = threading.Event()
+
+        def pieces(complete: bool) -> Iterator[bytes]:
+            yield rpc.message_chunk(request)
+            for n in range(3):
+                for at in range(0, 4 * MiB, CHUNK):
+                    yield rpc.data_chunk(body(n, 4 * MiB).data[at : at + CHUNK])
+            if not complete:
+                release.wait(30)
+
+        def nothing() -> Iterator[bytes]:
+            release.wait(30)
+            yield b""
+
+        upload = knock.channel.stream_unary(method("Put"))
+        assert pb.PutReply.FromString(upload(pieces(True), timeout=30)).known == 3
+        get = knock.channel.unary_stream(method("Get"))(
+            pb.Keys(hashes=hashes(range(3)), **which).SerializeToString(), timeout=30
+        )
+        next(get)  # and no more: what is left does not fit what the transport buffers
+        request.keys.hashes = hashes(range(10, 14))
+        request.checksum.append(0)
+        stuck = [upload.future(pieces(False), timeout=30) for _ in range(3)]
+        stuck += [
+            upload.future(nothing(), timeout=30),
+            knock.channel.stream_unary(method("Lookup")).future(nothing(), timeout=30),
+        ]
+        try:
+            for call in stuck:
+                assert call.exception(timeout=10).code() is CODE.CANCELLED
+            until(lambda: made.gauges()["grpc_calls"] == made.gauges()["grpc_bulk_calls"] == 0, "every call ends", 10)
+        finally:
+            release.set()
+        assert made.gauges()["grpc_cut_total"] == 6
+        with pytest.raises(grpc.RpcError):
+            list(get)
+        assert knock.code(method("Status")) == (CODE.OK, "")
+
+
+def test_a_clients_deadline_ends_the_call(ajar: tuple[grpc_server.GrpcServer, str]) -> None:
+    made, target = ajar
+    release = threading.Event()
+
+    def nothing() -> Iterator[bytes]:
+        release.wait(30)
+        yield b""
+
+    with Knock(target) as knock:
+        call = knock.channel.stream_unary(method("Put")).future(nothing(), timeout=0.1)
+        assert call.exception(timeout=10).code() is CODE.DEADLINE_EXCEEDED
+        until(lambda: made.gauges()["grpc_calls"] == 0, "the call ends", 5)
+        release.set()
+
+
+def test_more_puts_and_gets_than_there_are_places_hear_full(doors: Doors) -> None:
+    release = threading.Event()
+
+    def nothing() -> Iterator[bytes]:
+        release.wait(30)
+        yield b""
+
+    def full(who: str, words: str) -> None:
+        said = ends(lambda: upload(nothing(), timeout=10, metadata=doors.bearer(who)))
+        assert said == (CODE.RESOURCE_EXHAUSTED, f"full, retry: {words} are under way")
+
+    with Knock(doors.target) as knock:
+        upload = knock.channel.stream_unary(method("Put"))
+        held = [
+            upload.future(nothing(), timeout=30, metadata=doors.bearer("acme-write"))
+            for _ in range(grpc_server.MAX_BULK_EACH)
+        ]
+        until(
+            lambda: doors.status()["grpc_bulk_calls"] == grpc_server.MAX_BULK_EACH, "all places of the tenant are taken"
+        )
+        full("acme-write", f"{grpc_server.MAX_BULK_EACH} puts and gets of this tenant")
+        left = grpc_server.MAX_BULK - grpc_server.MAX_BULK_EACH
+        held += [upload.future(nothing(), timeout=30, metadata=doors.bearer("other-write")) for _ in range(left)]
+        until(lambda: doors.status()["grpc_bulk_calls"] == grpc_server.MAX_BULK, "all places are taken")
+        full("other-write", f"{grpc_server.MAX_BULK} puts and gets")
+        assert knock.code(method("Status"), b"", doors.bearer("acme-read")) == (
+            CODE.OK,
+            "",
+        )  # small calls have threads of their own
+        release.set()
+        for call in held:
+            call.cancel()
+    idle(doors)
+
+
+# Sizes
+
+
+def test_sizes_up_to_the_largest_block_come_back_and_the_next_is_refused(doors: Doors) -> None:
+    """KVB-12 b: around a piece of 2 MiB, around gRPC's 4 MiB, and around the largest block; alone and in one call with others."""
+    with doors.way("tcp") as client:
+        for edge in (2 * MiB, 4 * MiB, 16 * MiB):
+            for nbytes in (edge - HEADER_BYTES - 16, edge - HEADER_BYTES, edge - HEADER_BYTES + 16, edge)[
+                : 2 if edge == 16 * MiB else 4
+            ]:
+                ns = client.register(description(nbytes, model=f"org/{nbytes}"))
+                for numbers in ([0], [1, 2]):
+                    put(client, ns, numbers, deadline=60)
+                    got = client.get(ns, hashes(numbers), deadline=60)
+                    assert [is_body(one, n) for n, one in zip(numbers, got, strict=True)] == [True] * len(numbers), (
+                        nbytes
+                    )
+                client.delete(ns, hashes(range(3)))
+    with Knock(doors.target) as knock:
+        code, details = ends(lambda: knock.register(description(16 * MiB).canonical, doors.bearer("acme-write")))
+        if code is CODE.OK:  # the namespace may exist; no block of it may
+            known = knock.register(description(16 * MiB).canonical, doors.bearer("acme-write"))
+            keys = pb.Keys(
+                handle=known.handle,
+                boot=known.boot,
+                layer_hi=1,
+                head_hi=1,
+                hashes=hashes([1]),
+                nbytes=16 * MiB + HEADER_BYTES,
+            )
+            first = rpc.message_chunk(pb.PutRequest(keys=keys, checksum=[0]))
+            code, details = ends(
+                lambda: knock.channel.stream_unary(method("Put"))(
+                    iter([first]), timeout=30, metadata=doors.bearer("acme-write")
+                )
+            )
+        assert code is CODE.INVALID_ARGUMENT and str(16 * MiB) in details
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "code", "words"),
+    [
+        (CHUNK + 1, CODE.INVALID_ARGUMENT, f"a piece of {CHUNK + 1} bytes; the limit is {CHUNK}"),
+        (rpc.MAX_MESSAGE - 5, CODE.INVALID_ARGUMENT, f"the limit is {CHUNK}"),
+        (rpc.MAX_MESSAGE, CODE.RESOURCE_EXHAUSTED, str(rpc.MAX_MESSAGE)),
+        (64 * MiB, CODE.RESOURCE_EXHAUSTED, str(rpc.MAX_MESSAGE)),
+    ],
+)
+def test_a_piece_above_its_limit_is_refused_by_name_and_the_channel_stays_good(
+    doors: Doors, nbytes: int, code: Any, words: str
+) -> None:
+    with Knock(f"unix:{doors.socket}.grpc") as knock:
+        known = knock.register(description(8 * MiB).canonical)
+        keys = pb.Keys(
+            handle=known.handle,
+            boot=known.boot,
+            layer_hi=1,
+            head_hi=1,
+            hashes=hashes([1]),
+            nbytes=8 * MiB + HEADER_BYTES,
+        )
+        messages = [rpc.message_chunk(pb.PutRequest(keys=keys, checksum=[0])), rpc.data_chunk(bytes(nbytes))]
+        upload = knock.channel.stream_unary(method("Put"))
+        got, details = ends(lambda: upload(iter(messages), timeout=30))
+        assert got is code and words in details
+        assert knock.code(method("Lookup"), bytes(nbytes))[0] in (CODE.INVALID_ARGUMENT, CODE.RESOURCE_EXHAUSTED)
+        assert knock.code(method("Status")) == (CODE.OK, "")
+        good = body(1, 8 * MiB)
+        request = pb.PutRequest(keys=keys, checksum=[xxhash.xxh3_64_intdigest(good)])
+        pieces = [
+            rpc.message_chunk(request),
+            *(rpc.data_chunk(good.data[at : at + CHUNK]) for at in range(0, 8 * MiB, CHUNK)),
+        ]
+        assert pb.PutReply.FromString(upload(iter(pieces), timeout=30)).known == 1
+    idle(doors)
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([], "begins with a Chunk that holds a PutRequest"),
+        ([rpc.data_chunk(b"x")], "begins with a Chunk that holds a PutRequest"),
+        ([b"\xff\xff"], "consists of Chunk messages"),
+        ([b""], "this one holds nothing"),
+        ([b"\x12\x03\xff\xff\xff"], "not the message that Put takes"),
+        (["request", "request"], "bodies only"),
+        (["request", b"\x0a\x00"], "in chunks of its own"),
+        (["request"], "in chunks of its own"),
+        (["request", rpc.data_chunk(bytes(1024)), rpc.data_chunk(bytes(3073))], "in chunks of its own"),
+        (["no boot"], "goes with the boot number"),
+    ],
+)
+def test_malformed_puts_are_refused_by_name_and_store_nothing(doors: Doors, messages: list[Any], words: str) -> None:
+    with Knock(f"unix:{doors.socket}.grpc") as knock:
+        known = knock.register(description(4096).canonical)
+        keys = pb.Keys(
+            handle=known.handle, boot=known.boot, layer_hi=1, head_hi=1, hashes=hashes([77]), nbytes=4096 + HEADER_BYTES
+        )
+        request = pb.PutRequest(keys=keys, checksum=[0])
+        bootless = pb.PutRequest(keys=keys, checksum=[0])
+        bootless.keys.boot = 0
+        named = {"request": rpc.message_chunk(request), "no boot": rpc.message_chunk(bootless)}
+        before = doors.stored()
+        code, details = ends(
+            lambda: knock.channel.stream_unary(method("Put"))(iter([named.get(m, m) for m in messages]), timeout=10)
+        )
+        assert code is CODE.INVALID_ARGUMENT and words in details
+        assert doors.stored() == before
+
+
+def test_a_body_other_than_its_checksum_is_not_stored(doors: Doors) -> None:
+    with Knock(f"unix:{doors.socket}.grpc") as knock:
+        known = knock.register(description(4096).canonical)
+        keys = pb.Keys(
+            handle=known.handle,
+            boot=known.boot,
+            layer_hi=1,
+            head_hi=1,
+            hashes=hashes([81, 82]),
+            nbytes=4096 + HEADER_BYTES,
+        )
+        sums = [xxhash.xxh3_64_intdigest(body(81, 4096)), 1]
+        messages = [
+            rpc.message_chunk(pb.PutRequest(keys=keys, checksum=sums)),
+            *(rpc.data_chunk(body(n, 4096).data) for n in (81, 82)),
+        ]
+        reply = pb.PutReply.FromString(knock.channel.stream_unary(method("Put"))(iter(messages), timeout=10))
+        assert reply.known == 0 and "checksum" in reply.reason
+    idle(doors)
+    assert doors.status()["reserved_blocks"] == 0
+
+
+def test_a_handle_of_another_life_is_stale(doors: Doors) -> None:
+    """A restarted daemon may give the same number to another namespace: a handle alone would bring another model's blocks."""
+    with Knock(f"unix:{doors.socket}.grpc") as knock:
+        known = knock.register(description(4096).canonical)
+        for verb in ("Prefetch", "Flush", "Delete", "Pin", "Unpin", "Get"):
+            keys = pb.Keys(
+                handle=known.handle, boot=known.boot ^ 2, layer_hi=1, head_hi=1, hashes=hashes([1])
+            ).SerializeToString()
+            assert knock.code(method(verb), keys, streaming=True)[0] is CODE.FAILED_PRECONDITION, verb
+            keys = pb.Keys(handle=known.handle, layer_hi=1, head_hi=1, hashes=hashes([1])).SerializeToString()
+            assert knock.code(method(verb), keys, streaming=True)[0] is CODE.INVALID_ARGUMENT, verb
+        run = pb.Run(layer_hi=1, head_hi=1, hashes=hashes([1]))
+        for boot, code in (
+            (known.boot, CODE.OK),
+            (0, CODE.INVALID_ARGUMENT),
+            (known.boot ^ 2, CODE.FAILED_PRECONDITION),
+        ):
+            request = pb.LookupRequest(handle=known.handle, boot=boot, run=[run])
+            assert knock.code(method("Lookup"), request.SerializeToString())[0] is code
+
+
+# A daemon that comes and goes
+
+
+def test_puts_recover_after_a_kill_with_one_client_all_along() -> None:
+    """KVB-11 a, scaled: puts at 50 a second, kill -9, a while without a daemon, start on the same port.
+
+    Nothing succeeds in between, every call keeps its deadline, attempts to connect stay few, and puts succeed again within 5 s.
+    """
+    with Doors() as daemon, daemon.way("tcp") as client:
+        ns = client.register(description(4096))
+        done: list[tuple[float, float, int, str]] = []  # began, took, stored, reason
+        stop = threading.Event()
+
+        def loop() -> None:
+            n = 0
+            while not stop.wait(0.02):
+                n += 1
+                began = time.monotonic()
+                answer = client.put(ns, hashes([n]), [body(n, 4096)], deadline=0.5)
+                done.append((began, time.monotonic() - began, int(answer), answer.reason))
+
+        looping = threading.Thread(target=loop)
+        looping.start()
+        try:
+            until(lambda: len(done) > 20, "puts run")
+            daemon.kill()
+            dead = time.monotonic()
+            attempts = closing_listener(daemon.port, 1.5)
+            starting = time.monotonic()
+            daemon.start()
+            started = time.monotonic()
+            until(lambda: any(began > started and stored for began, _, stored, _ in done), "puts succeed again", 5)
+        finally:
+            stop.set()
+            looping.join(30)
+        assert all(stored == 1 for began, took, stored, _ in done if began + took < dead - 0.1)
+        between = [
+            (took, stored, reason) for began, took, stored, reason in done if dead < began and began + took < starting
+        ]
+        assert len(between) > 10
+        assert all(took < 5 and stored == 0 and reason for took, stored, reason in between)
+        assert 1 <= attempts <= 12  # pauses of 0.1 s that grow to 1 s, with jitter
+
+
+def closing_listener(port: int, seconds: float) -> int:
+    """Listens in the daemon's place and hangs up on everyone: how many came."""
+    came = 0
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+        listener.listen(64)
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            listener.settimeout(left)
+            try:
+                sock, _ = listener.accept()
+            except TimeoutError:
+                break
+            came += 1
+            sock.close()
+    return came
+
+
+def test_the_pings_of_our_client_agree_with_the_door() -> None:
+    """KVB-11 b, the settings: what we send is never more often than what the door suffers, whatever the interval."""
+    for ping in (rpc.PING, 1.0):
+        client, server = dict(rpc.client_options(ping)), dict(rpc.server_options(ping))
+        assert client["grpc.keepalive_time_ms"] >= 2 * server["grpc.http2.min_ping_interval_without_data_ms"]
+        assert client["grpc.keepalive_permit_without_calls"] == server["grpc.keepalive_permit_without_calls"] == 1
+        assert client["grpc.http2.max_pings_without_data"] == 0
+        assert client["grpc.max_receive_message_length"] >= server["grpc.max_send_message_length"] > CHUNK
+        assert server["grpc.max_receive_message_length"] >= client["grpc.max_send_message_length"] > CHUNK
+
+
+def test_an_idle_connection_is_pinged_and_stays(tmp_path: Path) -> None:
+    """KVB-11 b, live, with pings each second (gRPC's client sends none more often): idle while five are sent, then a get.
+
+    The third ping that comes too soon ends a connection: the control is a door that suffers one only every two seconds.
+    """
+    ping = 1.0
+    with Inside() as inside:
+        service = Service(inside.store, inside.sessions)
+        made = {
+            name: grpc_server.GrpcServer(
+                service, [Listen(tmp_path / name)], unix_peer=PeerOf("local", WRITE), ping=expected
+            )
+            for name, expected in (("agreed", ping), ("strict", 6 * ping))
+        }
+        states: dict[str, list[grpc.ChannelConnectivity]] = {name: [] for name in made}
+        knocks = {name: Knock(f"unix:{tmp_path / name}", options=rpc.client_options(ping)) for name in made}
+        try:
+            for name, knock in knocks.items():
+                made[name].start()
+                knock.unary(method("Status"))
+                knock.channel.subscribe(states[name].append, try_to_connect=False)
+                knock.unary(method("Status"))
+            time.sleep(5.5 * ping)
+            known = knocks["agreed"].register(description(4096).canonical)
+            keys = pb.Keys(handle=known.handle, boot=known.boot, layer_hi=1, head_hi=1, hashes=hashes([1]))
+            assert knocks["agreed"].code(method("Get"), keys.SerializeToString(), streaming=True) == (CODE.OK, "")
+            until(lambda: set(states["strict"]) - {grpc.ChannelConnectivity.READY}, "the control is sent away", 10)
+            assert set(states["agreed"]) == {grpc.ChannelConnectivity.READY}
+        finally:
+            for knock in knocks.values():
+                knock.channel.close()
+            for one in made.values():
+                one.close()
+
+
+# Forks
+
+
+_FORKED = """
+client = Client(*ARGS[:1])
+ns = client.register(description(4096))
+put(client, ns, [1])
+child = os.fork()
+if child == 0:
+    try:
+        said = []
+        for _ in range(2):
+            began = time.monotonic()
+            answer = client.lookup(ns, hashes([1]), deadline=0.5)
+            said.append([int(answer), answer.reason, time.monotonic() - began])
+        say(said)
+    finally:
+        os._exit(0)
+os.waitpid(child, 0)
+say(client.lookup(ns, hashes([1]), deadline=10))
+"""
+
+
+def test_where_grpc_does_not_survive_a_fork_the_child_hears_misses_in_time(doors: Doors) -> None:
+    """With gRPC's own fork handlers switched off its threads are missing in the child, where a bare call would hang for ever."""
+    environment = {**os.environ, "GRPC_ENABLE_FORK_SUPPORT": "0"}
+    with Peer(_FORKED, doors, f"grpc+unix:{doors.socket}.grpc", env=environment) as peer:
+        (first, why, took), (second, then, quick) = peer.hear()
+        assert (first, second) == (0, 0) and "no answer within" in why and "did not survive the fork" in then
+        assert took < 5 and quick < 0.5
+        assert peer.hear() == 1
+
+
+def test_a_client_of_the_lane_does_without_grpc() -> None:
+    """Importing gRPC takes longer than the rest together, and engines that fork want none of its threads."""
+    program = "import sys, kvtier; kvtier.Client('unix:/nowhere').close(); print('grpc' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "False\n"
+
+
+# A lane that cannot be mapped
+
+
+_NO_ROOM = """
+import logging, resource
+logging.basicConfig(level=logging.WARNING)
+client = Client(ADDRESS)
+ns = client.register(description(4096))
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), resource.RLIM_INFINITY))  # an arena of 4 GiB does not fit
+put(client, ns, range(4), deadline=10)
+with client.lease(ns, hashes(range(5))) as blocks:
+    seen = [is_body(view, n) for n, view in enumerate(blocks)]
+say([seen, client._remote is not None, client.status()["sessions"]])
+hear()
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+client._lane_again = 0.0  # what a minute would do
+got = client.get(ns, hashes(range(4)))
+say([[is_body(one, n) for n, one in enumerate(got)], client._remote is not None])
+client.close()
+"""
+
+
+def test_a_lane_that_cannot_be_mapped_gives_way_to_grpc_and_is_tried_again() -> None:
+    with Daemon(f"{4 * 1024}MiB") as daemon, Peer(_NO_ROOM, daemon) as peer:
+        seen, remote, _ = peer.hear()
+        assert seen == [True] * 4 and remote
+        seen, remote = peer.ask("room again")
+        assert seen == [True] * 4 and not remote
+    # the sparse arena of the daemon goes with it
+
+
+# Bytes that change on their way
+
+
+class Tampering:
+    """A TCP relay that flips one bit in the first run of 64 equal bytes that comes from the daemon while `armed`. A context manager."""
+
+    def __init__(self, port: int) -> None:
+        self.armed = threading.Event()
+        self.flipped = 0
+        self._port = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._sockets: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept)]
+
+    def __enter__(self) -> Tampering:
+        self._threads[0].start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for sock in self._sockets:
+            try:
+                sock.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass  # closed already
+        for thread in self._threads:
+            thread.join(10)
+        for sock in self._sockets:
+            sock.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            server = socket.create_connection(("127.0.0.1", self._port))
+            self._sockets += [client, server]
+            for pair in ((client, server, False), (server, client, True)):
+                thread = threading.Thread(target=self._relay, args=pair)
+                self._threads.append(thread)
+                thread.start()
+
+    def _relay(self, source: socket.socket, target: socket.socket, back: bool) -> None:
+        try:
+            while data := bytearray(source.recv(65536)):
+                if back and self.armed.is_set() and (at := data.find(b"\xa5" * 64)) >= 0:
+                    data[at + 32] ^= 4
+                    self.flipped += 1
+                    self.armed.clear()
+                target.sendall(data)
+        except OSError:
+            pass  # the other side is gone
+        try:
+            target.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass
+
+
+def test_a_block_that_changes_on_its_way_is_a_miss_and_is_counted(doors: Doors) -> None:
+    """TCP's own checksum does not see a broken relay; ours does. What came before the broken block is kept, the rest is asked for again."""
+    nbytes = 64 * KiB
+    with (
+        Tampering(doors.port) as relay,
+        Client(f"grpc://127.0.0.1:{relay.port}", token=doors.tokens["acme-write"]) as client,
+    ):
+        ns = client.register(description(nbytes, model="org/tampered"))
+        marked = [body(0, nbytes), body(1, nbytes), np.full(nbytes, 0xA5, np.uint8), body(3, nbytes)]
+        assert client.put(ns, hashes(range(4)), marked, deadline=30) == 4
+        relay.armed.set()
+        got = client.get(ns, hashes(range(4)), deadline=30)
+        assert relay.flipped == 1
+        assert [is_body(one, n) for n, one in enumerate(got)] == [True, True] and "checksum" in got.reason
+        assert client.lost_blocks == 1
+        again = client.get(ns, hashes(range(4)), deadline=30)
+        assert all(np.array_equal(one, want) for one, want in zip(again, marked, strict=True))
+        assert client.lost_blocks == 1
+
+
+# Other languages: stubs that know nothing of our framing
+
+
+def test_generated_stubs_understand_the_door(doors: Doors, tmp_path: Path) -> None:
+    """What grpc_tools makes of the proto, as it would for any language: messages go through protobuf on the client's side."""
+    command = [
+        sys.executable,
+        "-m",
+        "grpc_tools.protoc",
+        f"-I{ROOT / 'proto'}",
+        f"--grpc_python_out={tmp_path}",
+        "kvtier/v1/kvtier.proto",
+    ]
+    subprocess.run(command, check=True, timeout=60)
+    file = tmp_path / "kvtier" / "v1" / "kvtier_pb2_grpc.py"
+    file.write_text(file.read_text("utf-8").replace("from kvtier.v1 import", "from kvtier.protocol.v1 import"))
+    spec = importlib.util.spec_from_file_location("kvtier_pb2_grpc", file)
+    assert spec is not None and spec.loader is not None
+    stubs = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(stubs)
+    nbytes = 5 * MiB
+    bodies = [body(n, nbytes).tobytes() for n in range(3)]
+    wanted = description(nbytes, model="org/stubs")
+    with grpc.insecure_channel(doors.target) as channel:
+        stub = stubs.KvtierStub(channel)
+        call: dict[str, Any] = {"metadata": doors.bearer("acme-admin"), "timeout": 30}
+        known = stub.Register(pb.RegisterRequest(description=wanted.canonical), **call)
+        keys = pb.Keys(handle=known.handle, boot=known.boot, layer_hi=1, head_hi=1, hashes=hashes(range(3)))
+        lookup = pb.LookupRequest(
+            handle=known.handle,
+            boot=known.boot,
+            bitmap=True,
+            run=[pb.Run(layer_hi=1, head_hi=1, hashes=hashes(range(4)))],
+        )
+
+        def chunks() -> Iterator[pb.Chunk]:
+            keys.nbytes = nbytes + HEADER_BYTES
+            request = pb.PutRequest(keys=keys, checksum=[xxhash.xxh3_64_intdigest(one) for one in bodies])
+            yield pb.Chunk(message=request.SerializeToString())
+            for one in bodies:
+                for at in range(0, nbytes, CHUNK):
+                    yield pb.Chunk(data=one[at : at + CHUNK])
+
+        assert stub.Lookup(lookup, **call).known == [0]
+        assert stub.Put(chunks(), **call) == pb.PutReply(known=3)
+        assert stub.Lookup(lookup, **call) == pb.LookupReply(known=[3], warm=[3], bitmap=[b"\x07"])
+        came = list(stub.Get(keys, **call))
+        assert pb.GetReply.FromString(came[0].message).nbytes == nbytes + HEADER_BYTES
+        trailer = pb.GetTrailer.FromString(came[-1].message)
+        assert all(chunk.WhichOneof("kind") == "data" and len(chunk.data) <= CHUNK for chunk in came[1:-1])
+        raw = b"".join(chunk.data for chunk in came[1:-1])
+        blocks = [raw[at : at + nbytes + HEADER_BYTES] for at in range(0, len(raw), nbytes + HEADER_BYTES)]
+        assert [block[HEADER_BYTES:] for block in blocks] == bodies and trailer.stop == pb.END
+        assert [xxhash.xxh3_64_intdigest(block) for block in blocks] == list(trailer.checksum)
+        assert stub.Pin(keys, **call).n == stub.Unpin(keys, **call).n == 3
+        assert stub.Prefetch(keys, **call).stop == stub.Flush(keys, **call).stop == pb.NO_TIER
+        name = known.description.hex()
+        assert stub.ShowNamespace(pb.ShowRequest(name=name), **call).description == wanted.canonical
+        assert stub.DiffNamespaces(pb.DiffRequest(stored=name, live=name), **call).line == []
+        assert name in {info.description.hex() for info in stub.ListNamespaces(pb.ListRequest(), **call).namespace}
+        assert stub.Explain(pb.ExplainRequest(description=wanted.canonical), **call).nearest == known.description
+        assert json.loads(stub.Status(pb.StatusRequest(check_integrity=True), **call).json)["pid"] == doors.pid
+        assert stub.Delete(keys, **call).n == 3
+        assert stub.SetTtl(pb.TtlRequest(name=name, seconds=60), **call).ttl == 60
+        assert stub.DropNamespace(pb.DropRequest(name=name), **call).n == 0
+        assert ends(lambda: stub.Lookup(lookup, **call))[0] is CODE.FAILED_PRECONDITION
+
+
+@pytest.mark.parametrize("size", [0, 1, 127, 128, 16383, 16384, CHUNK])
+def test_our_framing_is_that_of_protobuf(size: int) -> None:
+    raw = os.urandom(size)
+    assert pb.Chunk.FromString(rpc.data_chunk(raw)) == pb.Chunk(data=raw)
+    assert rpc.data_chunk(raw) == pb.Chunk(data=raw).SerializeToString()
+    request = pb.GetTrailer(checksum=range(size // 8))
+    assert rpc.message_chunk(request) == pb.Chunk(message=request.SerializeToString()).SerializeToString()
+    for made, is_message, inside in ((pb.Chunk(data=raw), False, raw), (pb.Chunk(message=raw), True, raw)):
+        assert rpc.open_chunk(made.SerializeToString()) == (is_message, inside)
+    long_length = b"\x0a" + bytes([size >> shift & 0x7F | 0x80 for shift in (0, 7, 14, 21)]) + b"\0" + raw
+    assert rpc.open_chunk(long_length) == (False, raw)
+    unknown_field = pb.Chunk(data=raw).SerializeToString() + b"\x78\x01"
+    assert rpc.open_chunk(unknown_field) == (False, raw)

@@ -1,0 +1,214 @@
+"""`kvtier-server` as an operator and a service manager see it: exit codes, signals, the notify socket, log lines."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.server.logs import JsonFormatter, TextFormatter, fields
+from kvtier.server.settings import SETTINGS
+from kvtier.server.systemd import notify, watchdog_seconds
+from tests.support.daemon import MiB, die_with_parent, read_line
+from tests.support.paths import ROOT
+
+PATIENCE = 30.0
+
+
+# --- the command
+
+
+def server(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvtier.server", *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+
+
+def test_check_prints_what_would_be_used(tmp_path: Path) -> None:
+    sock = str(tmp_path / "k.sock")
+    found = server(
+        "--check",
+        "--socket",
+        sock,
+        "--arena-bytes",
+        "64MiB",
+        "--user",
+        "any guests read",
+        "--grpc",
+        "off",
+        "--metrics",
+        "9464",
+    )
+    assert found.returncode == 0, found.stderr
+    said = json.loads(found.stdout)
+    assert set(said) == {setting.name for setting in SETTINGS}
+    assert (
+        said["socket"] == sock
+        and said["arena_bytes"] == 64 * MiB
+        and said["grpc"] == []
+        and said["metrics"] == "127.0.0.1:9464"
+    )
+    assert said["users"] == ["any guests read"] and not Path(sock).exists()
+
+
+def test_exit_code_2_for_usage_and_configuration(tmp_path: Path) -> None:
+    assert server("--no-such-flag").returncode == 2
+    toml = tmp_path / "k.toml"
+    toml.write_text("metric = 9464")
+    found = server("--config", str(toml))
+    assert found.returncode == 2 and "did you mean metrics?" in found.stderr and found.stdout == ""
+    found = server("--socket", str(tmp_path / "k.sock"), "--grpc", "127.0.0.1:0")
+    assert found.returncode == 2 and "write token_file" in found.stderr
+
+
+def test_exit_code_3_for_an_address_that_is_taken(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        found = server("--socket", str(tmp_path / "k.sock"), "--arena-bytes", "64MiB", "--metrics", str(port))
+    assert found.returncode == 3 and "choose another address for `metrics`" in found.stderr
+    assert not (tmp_path / "k.sock").exists()
+
+
+def test_exit_code_4_for_memory_that_is_not_there(tmp_path: Path) -> None:
+    """A limit on the address space stands for a machine that has less than it promised."""
+    program = (
+        "import resource, sys; from kvtier.server.main import main; resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30));"
+        f"sys.argv = ['kvtier-server', '--socket', {str(tmp_path / 'k.sock')!r}, '--arena-bytes', '4GiB', '--grpc', 'off']; main()"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    assert found.returncode == 4, found.stderr
+    assert "cannot map an arena of" in found.stderr
+
+
+class Manager:
+    """systemd's side of the notify socket."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "notify.sock"
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+        self.sock.bind(str(self.path))
+        self.sock.settimeout(PATIENCE)
+
+    def hear(self, wanted: str) -> list[str]:
+        """Reads until a message has this line; returns that message."""
+        while True:
+            lines = self.sock.recv(4096).decode().split("\n")
+            if wanted in lines:
+                return lines
+
+
+def test_a_life_as_a_service(tmp_path: Path) -> None:
+    """READY only when calls are accepted, the watchdog fed, SIGHUP survived, SIGTERM answered with STOPPING and exit code 0; every line parses."""
+    manager = Manager(tmp_path)
+    sock = tmp_path / "k.sock"
+    environment = {**os.environ, "NOTIFY_SOCKET": str(manager.path), "WATCHDOG_USEC": "200000"}
+    environment.pop("WATCHDOG_PID", None)
+    arguments = ["--socket", str(sock), "--arena-bytes", "64MiB", "--socket-mode", "660", "--log-format", "json"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvtier.server", *arguments],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=die_with_parent,
+    )
+    with manager.sock, process:
+        try:
+            manager.hear("READY=1")
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(str(sock))
+            assert stat.S_IMODE(sock.stat().st_mode) == 0o660
+            assert process.stdout is not None and read_line(process.stdout.fileno(), PATIENCE).startswith(
+                f"ready: unix:{sock} arena "
+            )
+            manager.hear("WATCHDOG=1")
+            process.send_signal(signal.SIGHUP)
+            manager.hear("WATCHDOG=1")
+            process.send_signal(signal.SIGTERM)
+            manager.hear("STOPPING=1")
+            _, log = process.communicate(timeout=PATIENCE)
+        except BaseException:
+            process.kill()
+            raise
+    assert process.returncode == 0 and not sock.exists()
+    lines = [json.loads(line) for line in log.decode().splitlines()]
+    assert [line["event"] for line in lines if line["event"] in ("ready", "stopping", "stopped")] == [
+        "ready",
+        "stopping",
+        "stopped",
+    ]
+    assert all({"time", "level", "module", "event"} <= set(line) and line["level"] == "info" for line in lines)
+
+
+def test_nobody_listens_is_no_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
+    monkeypatch.delenv("WATCHDOG_USEC", raising=False)
+    assert not notify("READY=1") and watchdog_seconds() is None
+    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "absent"))
+    monkeypatch.setenv("WATCHDOG_USEC", "3000000")
+    monkeypatch.setenv("WATCHDOG_PID", "1")
+    assert not notify("READY=1") and watchdog_seconds() is None
+    monkeypatch.delenv("WATCHDOG_PID")
+    assert watchdog_seconds() == 1.5
+
+
+# --- log lines
+
+
+def record(event: str, **values: Any) -> logging.LogRecord:
+    made = logging.LogRecord("kvtier.server.unix", logging.WARNING, "", 0, event, (), None)
+    made.created, made.msecs = 1.25, 250.0
+    made.__dict__.update(fields(**values))
+    return made
+
+
+def test_a_line_is_key_value_or_json() -> None:
+    said = record("namespace dropped", tenant="a b", blocks=3, path=Path("/x"), hostile='"\n level=error event=forged')
+    text = TextFormatter().format(said)
+    assert text.startswith(
+        'time=1970-01-01T00:00:01.250Z level=warning module=server.unix event="namespace dropped" tenant="a b" blocks=3 path=/x'
+    )
+    assert "\n" not in text and 'hostile="\\"\\n level=error' in text, (
+        "what a caller sends cannot begin a line or a field"
+    )
+    parsed = json.loads(JsonFormatter().format(said))
+    assert (
+        parsed["blocks"] == 3
+        and parsed["tenant"] == "a b"
+        and parsed["path"] == "/x"
+        and parsed["event"] == "namespace dropped"
+    )
+
+
+def test_an_exception_stays_on_its_line() -> None:
+    try:
+        raise ValueError("broken\nline")
+    except ValueError:
+        said = record("verb failed")
+        said.exc_info = sys.exc_info()
+    assert "\n" not in TextFormatter().format(said) and "ValueError" in TextFormatter().format(said)
+    assert "ValueError" in json.loads(JsonFormatter().format(said))["exception"]
+
+
+def test_time_is_utc_with_milliseconds() -> None:
+    said = record("x")
+    said.created, said.msecs = time.time(), 7.0
+    assert json.loads(JsonFormatter().format(said))["time"].endswith(".007Z")

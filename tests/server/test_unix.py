@@ -1,0 +1,680 @@
+"""What happens when either end goes: sessions, limbo, restarts, silence and fork, with real processes.
+
+The rule under test: a slot that a process could still read or write is never reused, and everything it held comes back, once, when its process ends
+or says that it is done. A client meets the daemon's death, restart or silence with misses, never with an error, a stall or someone else's bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.client.api import Client
+from kvtier.errors import Denied, Full, NotFound, Unavailable
+from kvtier.protocol import frames
+from kvtier.protocol.frames import Verb
+from kvtier.protocol.v1 import kvtier_pb2 as pb
+from kvtier.server.sessions import MAX_SOCKETS
+from tests.support.daemon import (
+    PATIENCE,
+    Daemon,
+    MiB,
+    Patient,
+    Peer,
+    Raw,
+    body,
+    description,
+    hashes,
+    is_body,
+    put,
+    until,
+)
+
+NBYTES = 60_000
+TENFOLD = 10.0  # a deadline is met if the answer comes within ten times it
+
+
+@pytest.fixture
+def mortal() -> Iterator[Daemon]:
+    """One of the test's own, to kill."""
+    with Daemon() as daemon:
+        yield daemon
+
+
+def space(model: str = "org/m") -> Any:
+    return description(NBYTES, model=model)
+
+
+def room(daemon: Daemon) -> int:
+    """Blocks that fill the arena."""
+    return int(daemon.status()["arena_bytes"]) // space().layout.extents().slot_bytes
+
+
+def turn_over(daemon: Daemon, first: int = 10**6) -> None:
+    """Another client fills the arena twice: whatever may be reused is reused."""
+    with daemon.client() as client:
+        ns = client.register(space("flood"))
+        for n in range(first, first + 2 * room(daemon), 20):
+            put(client, ns, range(n, n + 20))
+
+
+# A client's death
+
+HOLDER = """
+client = Patient(ADDRESS)
+ns = client.register(description(60_000))
+put(client, ns, range(40))
+lease = client.lease(ns, hashes(range(40))).__enter__()
+fill = client.fill(ns, hashes(range(1000, 1040))).__enter__()
+assert len(lease) == 40 and fill.reason == ""
+for n, slot in enumerate(fill, 1000):
+    slot[:] = body(n, 60_000)
+say("holding")
+def whole():
+    return all(is_body(view, n) for n, view in enumerate(lease)) and all(is_body(slot, n) for n, slot in enumerate(fill, 1000))
+def cut():
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink("/proc/self/fd/" + name).startswith("socket:"):
+                one = socket.socket(fileno=os.dup(int(name)))
+                one.shutdown(socket.SHUT_RDWR)
+                one.close()
+        except OSError:
+            pass
+    return True
+while True:
+    match hear():
+        case "whole":
+            say(whole())
+        case "cut":
+            say(cut())
+        case "lookup":
+            answer = client.lookup(ns, hashes([0]))
+            say([int(answer), answer.reason])
+        case "exit lease":
+            lease.__exit__(None, None, None)
+            say("done")
+        case "exit fill":
+            fill.__exit__(None, None, None)
+            say(fill.sealed)
+"""
+
+
+def test_what_a_killed_client_held_comes_back_at_once(daemon: Daemon) -> None:
+    with Peer(HOLDER, daemon) as holder:
+        assert holder.hear() == "holding"
+        held = daemon.status()
+        assert (held["leased_blocks"], held["reserved_blocks"], held["sessions"]) == (40, 40, 2)
+        holder.kill()
+        until(lambda: daemon.status()["held_bytes"] == 0, "everything it held is back", within=TENFOLD * 1.0)
+    status = daemon.quiet()
+    assert status["known_blocks"] == 40, "what it had sealed stays, what it had reserved never was"
+    with daemon.client() as client:
+        ns = client.register(space())
+        assert all(is_body(one, n) for n, one in enumerate(client.get(ns, hashes(range(40)))))
+        assert client.lookup(ns, hashes([1000])) == 0
+
+
+def test_slots_of_a_process_that_lives_without_sockets_are_in_limbo(daemon: Daemon) -> None:
+    with Peer(HOLDER, daemon) as holder:
+        assert holder.hear() == "holding"
+        holder.ask("cut")
+        limbo = until(lambda: (s := daemon.status())["limbo_sessions"] and s, "its session goes to limbo")
+        assert (limbo["leased_blocks"], limbo["reserved_blocks"]) == (40, 40)
+        assert limbo["limbo_bytes"] == limbo["held_bytes"] == 80 * space().layout.extents().slot_bytes
+        turn_over(daemon)
+        assert holder.ask("whole") is True, "nothing of it was reused"
+        missed, reason = holder.ask("lookup")
+        assert missed == 0 and "still open" in reason, "no second arena is mapped while views of the first are in use"
+        assert daemon.status()["limbo_bytes"] == limbo["limbo_bytes"]
+        holder.kill()
+        until(lambda: daemon.status()["held_bytes"] == 0, "the process's end gives it back", within=TENFOLD * 1.0)
+    daemon.quiet()
+
+
+def test_a_client_that_is_done_with_a_lost_session_says_so(daemon: Daemon) -> None:
+    with Peer(HOLDER, daemon) as holder:
+        assert holder.hear() == "holding"
+        holder.ask("cut")
+        until(lambda: daemon.status()["limbo_sessions"], "its session goes to limbo")
+        assert holder.ask("exit fill") == 0, "nothing can be sealed any more"
+        assert holder.ask("exit lease") == "done"
+        assert daemon.status()["limbo_sessions"] == 1, "not before it says so"
+        found = until(lambda: (a := holder.ask("lookup"))[0] and a, "it connects again")
+        assert found == [1, ""]
+        status = daemon.status()
+        assert status["limbo_sessions"] == status["held_bytes"] == 0
+        turn_over(daemon)
+
+
+def test_a_lost_socket_is_not_a_lost_session(daemon: Daemon) -> None:
+    with daemon.client() as client:
+        ns = client.register(space())
+        put(client, ns, range(4))
+        with client.lease(ns, hashes(range(4))) as blocks:
+            attachment = client._connection.attach(1)
+            cut = list(attachment.idle)
+            for sock in cut:
+                sock.sock.shutdown(socket.SHUT_RDWR)
+            answers = [client.lookup(ns, hashes([0])) for _ in range(len(cut) + 2)]
+            assert answers == [0] * len(cut) + [1, 1]
+            assert all(answer.reason.startswith("the connection broke") for answer in answers[: len(cut)])
+            status = daemon.status()
+            assert (status["sessions"], status["limbo_sessions"], status["leased_blocks"]) == (2, 0, 4)
+            assert client._connection.attach(1) is attachment
+            assert [is_body(view, n) for n, view in enumerate(blocks)] == [True] * 4
+        until(lambda: daemon.status()["leased_blocks"] == 0, "the release has come")
+
+
+# Sessions by hand
+
+
+def reserve(lane: Raw, handle: int, id_: int, numbers: range) -> tuple[int, bytes]:
+    extents = space().layout.extents()
+    return lane.call(
+        Verb.RESERVE,
+        pb.Keys(handle=handle, layer_hi=1, head_hi=1, hashes=hashes(numbers), id=id_, nbytes=extents.block_bytes),
+    )
+
+
+def register(lane: Raw) -> int:
+    status, reply = lane.call(Verb.REGISTER, pb.RegisterRequest(description=space().canonical))
+    assert status == 0
+    return pb.RegisterReply.FromString(reply).handle
+
+
+def test_the_same_process_joins_its_session_and_brings_it_back_from_limbo(daemon: Daemon) -> None:
+    with Raw(daemon.socket, pb.HelloRequest(protocol=1, map=True)) as first:
+        assert first.fd is not None and os.fstat(first.fd).st_size == first.arena_bytes
+        handle = register(first)
+        assert reserve(first, handle, 1, range(3))[0] == 0
+    until(lambda: daemon.status()["limbo_sessions"] == 1, "the session goes to limbo")
+    with Raw(daemon.socket, pb.HelloRequest(protocol=1, session=first.session)) as second:
+        assert second.session == first.session and second.boot == first.boot and second.fd is None
+        status = daemon.status()
+        assert status["limbo_sessions"] == 0 and status["reserved_blocks"] == 3
+        assert second.call(Verb.SEAL, pb.Held(id=1))[0] == 0
+    daemon.quiet()
+
+
+def test_a_drained_session_leaves_limbo(daemon: Daemon) -> None:
+    with Raw(daemon.socket) as first:
+        reserve(first, register(first), 1, range(3))
+    until(lambda: daemon.status()["limbo_sessions"] == 1, "the session goes to limbo")
+    with Raw(daemon.socket, pb.HelloRequest(protocol=1, drained=[os.urandom(16), first.session])):
+        assert daemon.status()["held_bytes"] == 0
+    with pytest.raises(NotFound):
+        Raw(daemon.socket, pb.HelloRequest(protocol=1, session=first.session))
+
+
+def test_a_session_that_is_drained_while_it_has_a_socket_ends_with_that(daemon: Daemon) -> None:
+    with Raw(daemon.socket) as first:
+        reserve(first, register(first), 1, range(3))
+        with Raw(daemon.socket, pb.HelloRequest(protocol=1, drained=[first.session])):
+            assert daemon.status()["reserved_blocks"] == 3, "it still has a socket"
+    until(lambda: daemon.status()["held_bytes"] == 0, "the session ends")
+    assert daemon.status()["limbo_sessions"] == 0
+
+
+STRANGER = """
+from kvtier.errors import Denied
+from kvtier.protocol.v1 import kvtier_pb2 as pb
+os.setgid(ARGS[2])
+os.setuid(ARGS[2])
+for hello in (pb.HelloRequest(protocol=1, session=bytes.fromhex(ARGS[0])), pb.HelloRequest(protocol=1, drained=[bytes.fromhex(ARGS[0])])):
+    for _ in range(ARGS[1]):
+        try:
+            Raw(Path(ADDRESS.removeprefix("unix:")), hello).close()
+            say("let in")
+        except Denied:
+            say("denied")
+"""
+
+
+@pytest.mark.parametrize("uid", [os.getuid(), 65534])
+def test_another_process_or_user_can_neither_join_nor_drain_a_session(uid: int) -> None:
+    if uid != os.getuid() and os.getuid() != 0:
+        pytest.skip("needs root to become another user")
+    with Daemon(64 * MiB, "--socket-mode", "666") as daemon:
+        daemon.directory.chmod(0o755)
+        with Raw(daemon.socket) as mine:
+            reserve(mine, register(mine), 1, range(3))
+            before = daemon.descriptors()
+            with Peer(STRANGER, daemon, mine.session.hex(), 20, uid) as stranger:
+                assert [stranger.hear() for _ in range(40)] == ["denied"] * 40
+            assert daemon.status()["reserved_blocks"] == 3
+            until(lambda: daemon.descriptors() <= before, "no descriptor is left behind")
+
+
+def test_a_session_has_a_limit_of_sockets(daemon: Daemon) -> None:
+    with ExitStack() as stack:
+        first = stack.enter_context(Raw(daemon.socket))
+        for _ in range(MAX_SOCKETS - 1):
+            stack.enter_context(Raw(daemon.socket, pb.HelloRequest(protocol=1, session=first.session)))
+        with pytest.raises(Full, match="full, retry"):
+            Raw(daemon.socket, pb.HelloRequest(protocol=1, session=first.session))
+        assert first.call(Verb.STATUS, b"")[0] == 0
+    daemon.quiet()
+
+
+def test_hellos_that_nobody_waits_for_leave_no_session(daemon: Daemon) -> None:
+    before = daemon.descriptors()
+    with Raw(daemon.socket) as mine:
+        for hello in (pb.HelloRequest(protocol=1, map=True), pb.HelloRequest(protocol=1, session=mine.session)):
+            for _ in range(150):
+                lane = Raw(daemon.socket, greet=False)
+                lane.send(frames.pack(Verb.HELLO, 0, 0, hello.SerializeToString()))
+                lane.close()
+        until(
+            lambda: (s := daemon.status())["sessions"] == 2 and s["sockets"] == 2, "only mine and the asker's are left"
+        )
+        with Raw(daemon.socket, pb.HelloRequest(protocol=1, session=mine.session)):
+            pass
+    daemon.quiet()
+    until(lambda: daemon.descriptors() <= before + 1, "no descriptor is left behind")
+
+
+def test_sockets_that_use_one_id_at_the_same_time_lose_no_slot(daemon: Daemon) -> None:
+    with Raw(daemon.socket) as a:
+        handle = register(a)
+        extents = space().layout.extents()
+        with Raw(daemon.socket, pb.HelloRequest(protocol=1, session=a.session)) as b:
+            for id_ in range(1, 200):
+                for lane, first in ((a, 1000), (b, 2000)):
+                    keys = pb.Keys(
+                        handle=handle,
+                        layer_hi=1,
+                        head_hi=1,
+                        hashes=hashes(range(first, first + 40)),
+                        id=id_,
+                        nbytes=extents.block_bytes,
+                    )
+                    lane.send(frames.pack(Verb.RESERVE, id_, 0, keys.SerializeToString()))
+                codes = sorted(lane.receive()[0] for lane in (a, b))
+                assert codes == [0, 2], "one wins, the other made a mistake"
+                b.request = a.request = id_
+                assert a.call(Verb.ABORT, pb.Held(id=id_))[0] == 0
+                assert daemon.status()["reserved_blocks"] == 0 or id_ % 20
+    assert daemon.quiet()["reserved_blocks"] == 0
+
+
+def test_connections_come_and_go_without_trace(daemon: Daemon) -> None:
+    def once() -> None:
+        with daemon.client() as client:
+            ns = client.register(space())
+            put(client, ns, range(5))
+            with client.lease(ns, hashes(range(5))):
+                threads = [threading.Thread(target=client.lookup, args=(ns, hashes(range(5)))) for _ in range(4)]
+                for thread in threads:
+                    thread.start()
+                for thread in threads:
+                    thread.join(PATIENCE)
+
+    once()
+    daemon.quiet()
+    descriptors, threads, memory = daemon.descriptors(), daemon.threads(), daemon.rss_anon()
+    mine = len(os.listdir("/proc/self/fd"))
+    for _ in range(40):
+        once()
+    daemon.quiet()
+    until(
+        lambda: daemon.descriptors() <= descriptors and daemon.threads() <= threads, "descriptors and threads are back"
+    )
+    assert daemon.rss_anon() - memory < 4 * MiB
+    assert len(os.listdir("/proc/self/fd")) <= mine and threading.active_count() < 10
+
+
+# The daemon's death
+
+SURVIVOR = """
+client = Patient(ADDRESS)
+ns = client.register(description(60_000))
+put(client, ns, range(20))
+def arenas():
+    return sum("memfd:kvtier-arena" in line for line in open("/proc/self/maps"))
+lease = None
+while True:
+    match hear():
+        case "lookup":
+            answer = client.lookup(ns, hashes([0]))
+            say([int(answer), answer.reason])
+        case "put":
+            say(int(client.put(ns, hashes([0]), [body(0, 60_000)])))
+        case "lease":
+            lease = client.lease(ns, hashes(range(20)))
+            say(len(lease.__enter__()))
+        case "whole":
+            say([is_body(view, n) for n, view in enumerate(lease)] == [True] * 20)
+        case "exit":
+            lease.__exit__(None, None, None)
+            say("done")
+        case "arenas":
+            say(arenas())
+"""
+
+
+@pytest.mark.parametrize("how", ["kill", "terminate"])
+def test_a_client_outlives_the_daemon_and_finds_the_next_one(mortal: Daemon, how: str) -> None:
+    with Peer(SURVIVOR, mortal) as peer:
+        assert peer.ask("lookup") == [1, ""]
+        assert peer.ask("arenas") == 1
+        getattr(mortal, how)()
+        for _ in range(20):
+            missed, reason = peer.ask("lookup")
+            assert missed == 0 and reason
+            assert peer.ask("put") == 0
+        until(lambda: peer.ask("arenas") == 0, "the old arena is unmapped before there is a new one")
+        mortal.start()
+        until(lambda: peer.ask("put") == 1, "puts work again", within=TENFOLD * 5.0)
+        assert peer.ask("lookup") == [1, ""], "the namespace was registered again by itself"
+        assert peer.ask("arenas") == 1
+
+
+@pytest.mark.parametrize("how", ["kill", "terminate"])
+def test_a_lease_stays_readable_when_the_daemon_goes_and_no_second_arena_is_mapped(mortal: Daemon, how: str) -> None:
+    with Peer(SURVIVOR, mortal) as peer:
+        assert peer.ask("lease") == 20
+        getattr(mortal, how)()
+        assert peer.ask("whole") is True
+        mortal.start()
+        turn_over(mortal)
+        for _ in range(5):
+            missed, reason = peer.ask("lookup")
+            assert missed == 0 and reason
+            assert peer.ask("arenas") == 1, "never two"
+        assert peer.ask("whole") is True
+        assert peer.ask("exit") == "done"
+        until(lambda: peer.ask("put") == 1, "puts work again", within=TENFOLD * 5.0)
+        assert peer.ask("arenas") == 1
+
+
+def test_a_fill_across_a_restart_seals_nothing(mortal: Daemon) -> None:
+    with mortal.client() as client:
+        ns = client.register(space())
+        with client.fill(ns, hashes(range(3))) as slots:
+            for n, slot in enumerate(slots):
+                slot[:] = body(n, NBYTES)
+            mortal.kill()
+            mortal.start()
+            slots[0][:] = body(0, NBYTES)
+        assert slots.sealed == 0 and slots.reason
+        until(lambda: client.put(ns, hashes([9]), [body(9, NBYTES)]), "puts work again")
+        assert client.lookup(ns, hashes(range(3))) == 0
+
+
+def test_a_view_that_was_kept_after_its_lease_is_void_and_keeps_nobody_from_the_next_daemon(mortal: Daemon) -> None:
+    with mortal.client() as client:
+        ns = client.register(space())
+        put(client, ns, range(3))
+        with client.lease(ns, hashes(range(3))) as blocks:
+            kept = blocks[1]
+        assert is_body(kept, 1), "nothing has changed yet"
+        mortal.kill()
+        until(lambda: not kept.any(), "the arena is given up under the view")
+        mortal.start()
+        until(lambda: client.put(ns, hashes([5]), [body(5, NBYTES)]), "puts work again", within=TENFOLD * 5.0)
+        turn_over(mortal)
+        assert not kept.any(), "it does not show another daemon's blocks"
+    with mortal.client() as client:
+        ns = client.register(space())
+        put(client, ns, range(3))
+        with client.lease(ns, hashes(range(3))) as blocks:
+            kept = blocks[1]
+        client.close()
+        turn_over(mortal, 3 * 10**6)
+        assert not kept.any(), "nor, of a closed client, what came into its slot later"
+
+
+def test_many_restarts_leave_nothing_behind(mortal: Daemon) -> None:
+    with mortal.client() as client:
+        ns = client.register(space())
+        put(client, ns, [1])
+        mine = len(os.listdir("/proc/self/fd"))
+        for n in range(4):
+            (mortal.kill if n % 2 else mortal.terminate)()
+            assert client.lookup(ns, hashes([1])) == 0
+            mortal.start()
+            until(lambda: client.put(ns, hashes([1]), [body(1, NBYTES)]), "puts work again")
+            assert is_body(client.get(ns, hashes([1]))[0], 1)
+        until(lambda: len(os.listdir("/proc/self/fd")) <= mine, "no descriptor is left behind")
+
+
+def test_a_daemon_that_took_the_path_over_is_found(daemon: Daemon) -> None:
+    with (
+        tempfile.TemporaryDirectory(prefix="kvtier-test-") as name,
+        Daemon(64 * MiB, directory=Path(name)) as other,
+        other.client() as client,
+    ):
+        ns = client.register(space())
+        put(client, ns, [1])
+        other.socket.unlink()
+        other.socket.symlink_to(
+            daemon.socket
+        )  # as when another daemon is put in its place while the old one still runs
+        for sock in list(client._connection.attach(1).idle):
+            sock.sock.shutdown(socket.SHUT_RDWR)
+        until(lambda: client.put(ns, hashes([2]), [body(2, NBYTES)]), "it works with the other daemon")
+        assert daemon.status()["known_blocks"] == 1
+        client.close()
+        other.socket.unlink()
+        other.kill()
+        other.start()  # with its path, for its farewell
+
+
+# Silence
+
+
+def test_a_stopped_daemon_costs_misses_within_the_deadline_and_every_debt_is_paid(daemon: Daemon) -> None:
+    with Client(daemon.address) as client, Patient(daemon.address) as patient:
+        ns = client.register(space())
+        put(patient, ns, range(8))
+        until(lambda: client.lookup(ns, hashes(range(8))) == 8, "the client is attached")
+        with ExitStack() as stack:
+            leases = [stack.enter_context(patient.lease(ns, hashes(range(n, n + 1)))) for n in range(6)]
+            mine = [until(lambda: _entered(client, ns), "a lease") for _ in range(6)]
+            assert daemon.status()["held_bytes"] > 0 and all(len(lease) == 1 for lease in leases)
+            with daemon.stopped():
+                calls: list[tuple[float, Callable[[], Any]]] = [
+                    (0.05, lambda: client.lookup(ns, hashes([1]))),
+                    (0.25, lambda: client.delete(ns, hashes([1]))),
+                    (0.25, lambda: client.prefetch(ns, hashes([1]))),
+                    (0.2, lambda: client.flush(ns, hashes([1]), deadline=0.2)),
+                    (0.2, lambda: client.put(ns, hashes([99]), [body(99, NBYTES)], deadline=0.2)),
+                    (0.3, lambda: client.get(ns, hashes([1]), deadline=0.3)),
+                ]
+                for deadline, call in calls:
+                    began = time.monotonic()
+                    answer = call()
+                    assert time.monotonic() - began < TENFOLD * deadline
+                    assert not answer and answer.reason, "a miss that says why"
+                began = time.monotonic()
+                with client.lease(ns, hashes([1])) as blocks, client.fill(ns, hashes([77])) as slots:
+                    assert list(blocks) == [] and blocks.reason and list(slots) == [None] and slots.reason
+                for lease in mine:
+                    lease.__exit__(None, None, None)
+                assert time.monotonic() - began < TENFOLD * (2 * 0.25 + 2 * 0.25 + len(mine) * 0.25)
+            stack.close()
+        status = until(lambda: (s := daemon.status())["held_bytes"] == 0 and s, "every release arrives in the end")
+        assert status["limbo_sessions"] == status["reserved_blocks"] == 0 and status["sessions"] == 3
+        until(lambda: client.lookup(ns, hashes([0])) == 1, "hits come back")
+        put(patient, ns, [500])
+
+
+def _entered(client: Client, ns: Any) -> Any:
+    lease = client.lease(ns, hashes([3]))
+    return lease if len(lease.__enter__()) else lease.__exit__(None, None, None)
+
+
+def test_a_long_silence_costs_the_session_no_sockets(daemon: Daemon) -> None:
+    with Client(daemon.address) as client:
+        ns = client.register(space())
+        until(lambda: client.put(ns, hashes([1]), [body(1, NBYTES)]) == 1, "the client is attached")
+        with daemon.stopped():
+            for _ in range(MAX_SOCKETS + 20):
+                assert client.lookup(ns, hashes([1]), deadline=0.01) == 0
+        until(lambda: client.lookup(ns, hashes([1])) == 1, "hits come back")
+        until(lambda: daemon.status()["sockets"] <= 4, "sockets that timed out are gone")
+        assert daemon.status()["sessions"] == 2, "the same session"
+
+
+@contextmanager
+def server(answer: Callable[[socket.socket], None]) -> Iterator[tuple[str, list[float]]]:
+    """A listener that is no daemon: `answer` gets each accepted socket. Yields its address and the moments of the connections so far."""
+    with (
+        tempfile.TemporaryDirectory(prefix="kvtier-test-") as directory,
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener,
+    ):
+        path = f"{directory}/fake.sock"
+        listener.bind(path)
+        listener.listen(64)
+        moments: list[float] = []
+        accepted: list[socket.socket] = []
+
+        def serve() -> None:
+            while True:
+                try:
+                    sock, _ = listener.accept()
+                except OSError:
+                    return
+                moments.append(time.monotonic())
+                accepted.append(sock)
+                try:
+                    answer(sock)
+                except OSError:
+                    pass  # the client did not wait
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield path, moments
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            for sock in accepted:
+                sock.close()
+            thread.join(PATIENCE)
+            assert not thread.is_alive()
+
+
+def hello_reply(**fields: Any) -> bytes:
+    return frames.pack(
+        0, 0, 7, pb.HelloReply(**{"session": b"s" * 16, "arena_bytes": 4096, **fields}).SerializeToString()
+    )
+
+
+def _send_memfd(sock: socket.socket, size: int, **fields: Any) -> None:
+    sock.recv(4096)
+    fd = os.memfd_create("not-an-arena")
+    os.ftruncate(fd, size)
+    socket.send_fds(sock, [hello_reply(**fields)], [fd])
+    os.close(fd)
+
+
+NONSENSE: dict[str, Callable[[socket.socket], None]] = {
+    "accepts and never answers": lambda sock: None,
+    "closes at once": lambda sock: sock.close(),
+    "answers noise": lambda sock: sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 4),
+    "half a header": lambda sock: sock.sendall(frames.pack(0, 0, 7, b"")[:9]),
+    "half a frame": lambda sock: sock.sendall(frames.pack(0, 0, 7, b"x" * 100)[:60]),
+    "a body that is no message": lambda sock: sock.sendall(frames.pack(0, 0, 7, b"\xff" * 64)),
+    "a huge frame": lambda sock: sock.sendall(frames.HEADER.pack(frames.MAGIC, 1, 0, 2**32 - 1, 0, 7)),
+    "no descriptor": lambda sock: sock.sendall(hello_reply()),
+    "an error": lambda sock: sock.sendall(frames.pack(5, 0, 7, b"full, retry: no")),
+    "an error nobody knows": lambda sock: sock.sendall(frames.pack(200, 0, 7, b"\xff\xfe")),
+    "an arena of no bytes": lambda sock: _send_memfd(sock, 4096, arena_bytes=0),
+    "an arena larger than its file": lambda sock: _send_memfd(sock, 4096, arena_bytes=2**62),
+    "an arena of more than all bytes": lambda sock: _send_memfd(sock, 4096, arena_bytes=2**64 - 1),
+    "an arena and then silence": lambda sock: _send_memfd(sock, 4096),
+}
+
+
+@pytest.mark.parametrize("kind", NONSENSE)
+def test_whatever_answers_on_the_path_is_a_miss_within_the_deadline(kind: str) -> None:
+    with server(NONSENSE[kind]) as (path, moments), Client(path) as client:
+        ns = client.register(space())
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(4):
+            began = time.monotonic()
+            answer = client.lookup(ns, hashes([1]))
+            assert time.monotonic() - began < TENFOLD * 0.05
+            assert answer == 0 and answer.reason
+            time.sleep(0.03)
+        client.close()
+        until(
+            lambda: len(os.listdir("/proc/self/fd")) <= before + len(moments),
+            "no more than what the server itself holds",
+        )
+
+
+def test_attempts_to_connect_are_bounded_and_jittered() -> None:
+    with server(lambda sock: sock.close()) as (path, moments), Client(path) as client:
+        ns = client.register(space())
+        end = time.monotonic() + 3.0
+        calls = 0
+        while time.monotonic() < end:
+            assert client.lookup(ns, hashes([1])) == 0
+            calls += 1
+        pauses = [b - a for a, b in itertools.pairwise(moments)]
+        assert calls > 10 * len(moments), "calls in between fail at once"
+        assert 4 <= len(moments) <= 16, "3 s of pauses that double from 50 ms to 1 s, each shortened by up to a half"
+        assert max(pauses) < TENFOLD * 1.0
+        assert pauses[-1] > pauses[0]
+
+
+def test_a_daemon_of_another_version_is_refused(daemon: Daemon) -> None:
+    """A proxy changes the digest that the daemon computed: client and daemon must not disagree about what a namespace is."""
+
+    def proxy(near: socket.socket) -> None:
+        with (
+            suppress(OSError),
+            socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as far,
+        ):  # whoever closes first ends it
+            far.connect(str(daemon.socket))
+            data, fds, _, _ = socket.recv_fds(near, 4096, 4)
+            socket.send_fds(far, [data], fds)
+            data, arena, _, _ = socket.recv_fds(far, 4096, 4)
+            socket.send_fds(near, [data], arena)
+            for fd in (*fds, *arena):
+                os.close(fd)
+            while request := near.recv(1 << 20):
+                far.sendall(request)
+                answer = far.recv(1 << 20)
+                if request[3] == Verb.REGISTER:
+                    reply = pb.RegisterReply.FromString(answer[frames.HEADER.size :])
+                    reply.description = b"another digest".ljust(32)
+                    _, _, status, _, number, boot = frames.HEADER.unpack_from(answer)
+                    answer = frames.pack(status, number, boot, reply.SerializeToString())
+                near.sendall(answer)
+
+    threads = []
+
+    def serve(near: socket.socket) -> None:
+        thread = threading.Thread(target=proxy, args=(near,))
+        thread.start()
+        threads.append(thread)
+
+    with server(serve) as (path, _):
+        with Patient(path) as client:
+            ns = client.register(space())
+            answer = client.lookup(ns, hashes([1]))
+            assert answer == 0 and "differ in version" in answer.reason
+            assert client.put(ns, hashes([1]), [body(1, NBYTES)]) == 0
+        for thread in threads:
+            thread.join(PATIENCE)
+
+
+def test_errors_come_back_as_what_they_are(daemon: Daemon) -> None:
+    with pytest.raises(Unavailable):
+        Client(f"unix:{daemon.directory}/nobody").status()
+    with Raw(daemon.socket) as lane:
+        assert lane.call(Verb.SEAL, pb.Held(id=5))[0] == NotFound.code
+        assert lane.call(Verb.DROP, pb.DropRequest(name="abcd"))[0] in (NotFound.code, Denied.code)

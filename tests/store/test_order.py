@@ -1,0 +1,291 @@
+"""The store's order of eviction: the replay's decisions, made by the verbs of a real store over real slots.
+
+What is held follows `policy`: a trace through the store hits as often as in the replay, and no longer does where the order is least recently used.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.cli.simulator import Kvtier, Lru, Requests, hit_ratio, load
+from kvtier.store import policy
+from kvtier.store.accounts import Account
+from kvtier.store.ledger import RANKS, Ledger
+from kvtier.store.order import Order
+from tests.support.daemon import content_hash
+from tests.support.inside import Inside, KiB, Space
+from tests.support.traces import DATA
+
+BODY = 3 * KiB  # slots of 4 KiB
+SLOT = 4 * KiB
+CAPACITY = 2048  # blocks
+
+
+class Cache:
+    """A store as the replay's policies are: a request leases the prefix that is there and puts the rest, `batch` blocks a call."""
+
+    def __init__(self, inside: Inside, batch: int) -> None:
+        self.store, self.batch = inside.store, batch
+        self.space: Space = inside.space(BODY)
+        self.account: Account = self.store.account("t")
+        self._keys: dict[int, bytes] = {}
+
+    def key(self, block: int) -> bytes:
+        if block not in self._keys:
+            (self._keys[block],) = self.space.keys([block])
+        return self._keys[block]
+
+    def has(self, block: int) -> bool:
+        return self.store.lookup_each([self.key(block)])[0]
+
+    def use(self, blocks: list[int]) -> None:
+        keys = list(map(self.key, blocks))
+        rows, _, _ = self.store.lease(self.account, keys)
+        self.store.release(self.account, rows)
+        for first in range(len(rows), len(blocks), self.batch):
+            some = blocks[first : first + self.batch]
+            asked = (
+                self.space.namespace,
+                self.space.resolved,
+                bytes(32),
+                keys[first : first + self.batch],
+                list(map(content_hash, some)),
+            )
+            reservation, _ = self.store.reserve(self.account, *asked)
+            self.store.seal(self.account, reservation, range(len(some)))
+
+
+def through_a_store(requests: Requests, batch: int) -> float:
+    with Inside(CAPACITY * SLOT) as inside:
+        assert inside.store.capacity == CAPACITY * SLOT
+        ratio = hit_ratio(requests, Cache(inside, batch))  # type: ignore[arg-type]
+        assert inside.store.counters.evicted_blocks > 10 * CAPACITY
+    return ratio
+
+
+@pytest.fixture(scope="module")
+def requests() -> Requests:
+    """The first requests of the conversation trace; the longest is cut to what a session may hold."""
+    return [blocks[: CAPACITY // 8] for blocks in load(DATA / "conversation.npz")[:4000]]
+
+
+@pytest.mark.parametrize("batch", [256, 32])
+def test_a_store_hits_as_often_as_the_replay_says(requests: Requests, batch: int) -> None:
+    ours, lru = hit_ratio(requests, Kvtier(CAPACITY)), hit_ratio(requests, Lru(CAPACITY))
+    assert ours > lru + 0.03, "else this compares nothing"
+    assert through_a_store(requests, batch) == pytest.approx(ours, abs=0.01)
+
+
+def test_the_comparison_would_see_another_order(requests: Requests, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An order that never learns is least recently used, and so are its hits."""
+    monkeypatch.setattr(Order, "learn", lambda self: None)
+    ours, lru = hit_ratio(requests, Kvtier(CAPACITY)), hit_ratio(requests, Lru(CAPACITY))
+    found = through_a_store(requests, 256)
+    assert found == pytest.approx(lru, abs=0.002) and found < ours - 0.02
+
+
+# --- ranks
+
+
+class Few(Inside):
+    """A store of 64 blocks of one namespace, and an account."""
+
+    def __init__(self) -> None:
+        super().__init__(64 * SLOT)
+        self.one = self.space(BODY)
+        self.reader = self.store.account("t")
+        self.ledger, self.order = self.store._ledger, self.store._order
+
+    def __enter__(self) -> Few:
+        return self
+
+    def seal(self, *numbers: int) -> None:
+        reservation, _ = self.store.reserve(self.reader, *self.one.asked(numbers))
+        self.store.seal(self.reader, reservation, range(len(numbers)))
+
+    def use(self, *numbers: int) -> None:
+        rows, _, _ = self.store.lease(self.reader, self.one.keys(numbers))
+        assert len(rows) == len(numbers)
+        self.store.release(self.reader, rows)
+
+    def ranks(self, *numbers: int) -> list[int | None]:
+        return [None if row is None else self.ledger.rank[row] for row in self.ledger.find_each(self.one.keys(numbers))]
+
+    def going(self) -> list[int]:
+        """Numbers of the next victims, the first one first."""
+        size = self.store._slabs.classes[self.one.slot].index
+        number = {key: n for n, key in enumerate(self.one.keys(range(200)))}
+        return [number[self.ledger.key(row)] for row in self.order.victims(size, 64)]
+
+
+def test_a_rank_is_how_often_a_block_was_used_again_and_never_more_than_its_heads() -> None:
+    with Few() as few:
+        few.seal(1, 2, 3)
+        few.use(1, 2)
+        few.use(1)
+        assert few.ranks(1, 2, 3) == [2, 1, 0]
+        few.use(3)
+        few.use(3)
+        assert few.ranks(3) == [2]
+        few.use(1, 2, 3)
+        assert few.ranks(1, 2, 3) == [3, 2, 2]
+        few.seal(4)
+        few.use(4, 1)
+        assert few.ranks(4, 1) == [1, 1], "no more than the block before it"
+        for _ in range(10):
+            few.use(1)
+        assert few.ranks(1) == [RANKS - 1]
+
+
+def test_what_is_leased_already_is_not_used_again() -> None:
+    with Few() as few:
+        few.seal(1, 2)
+        holder = few.session()
+        holder.lease(1, few.one.keys([1]))
+        few.use(1, 2)
+        assert few.ranks(1, 2) == [1, 1]
+        holder.release(1, ())
+
+
+def test_a_block_that_comes_back_has_the_rank_it_had_and_one_more() -> None:
+    with Few() as few:
+        few.seal(*range(10))
+        few.use(*range(4))
+        few.use(*range(2))
+        for first in range(100, 180, 16):
+            few.seal(*range(first, first + 16))
+        assert few.ranks(*range(10)) == [None] * 10
+        few.seal(*range(10))
+        assert few.ranks(*range(10)) == [3, 3, 2, 2, 1, 1, 1, 1, 1, 1]
+        few.seal(50, 51)
+        assert few.ranks(50, 51) == [0, 0]
+
+
+def test_what_is_put_behind_a_block_that_is_there_has_no_higher_rank() -> None:
+    with Few() as few:
+        few.seal(1, 2, 3)
+        few.use(1, 2, 3)
+        few.use(1, 2, 3)
+        for first in range(100, 180, 16):
+            few.seal(*range(first, first + 16))
+        few.seal(9)
+        few.seal(9, 2, 3)
+        assert few.ranks(9, 2, 3) == [0, 0, 0]
+
+
+# --- who moves blocks
+
+
+def test_what_is_held_to_be_copied_stays_in_its_place_and_rank() -> None:
+    """A chain that is settled in two batches: its head must not become older than its tail."""
+    with Few() as few:
+        few.seal(*range(1, 9))
+        few.seal(20)
+        before = few.going()
+        mover = few.store.movers.account("t")
+        for part in (range(1, 5), range(5, 9)):
+            rows = few.store.movers.hold(mover, few.one.keys(part), 1 << 20)
+            assert few.going() == [n for n in before if n not in part]
+            few.store.movers.let_go(mover, list(rows.values()))
+        assert few.going() == before == [8, 7, 6, 5, 4, 3, 2, 1, 20] and few.ranks(*range(1, 9)) == [0] * 8
+
+
+def test_a_reader_uses_what_somebody_copies() -> None:
+    with Few() as few:
+        few.seal(1, 2)
+        few.seal(3)
+        mover = few.store.movers.account("t")
+        rows = few.store.movers.hold(mover, few.one.keys([1, 2]), 1 << 20)
+        few.use(1)
+        few.store.movers.let_go(mover, list(rows.values()))
+        assert few.ranks(1, 2) == [1, 0] and few.going()[:2] == [2, 3]
+
+
+def test_a_promoted_block_has_the_rank_it_had() -> None:
+    with Few() as few:
+        few.seal(1)
+        few.use(1)
+        few.use(1)
+        for first in range(100, 180, 16):
+            few.seal(*range(first, first + 16))
+        mover, (key,) = few.store.movers.account("t"), few.one.keys([1])
+        row = few.store.movers.make_place(mover, few.one.namespace, few.one.extents, key)
+        assert row is not None
+        assert few.store.movers.finish_place(mover, few.one.namespace, row, 7)
+        assert few.ranks(1) == [2], "the lease that follows is its use"
+
+
+# --- victims
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, RANKS - 1), st.integers(1, 4)), min_size=1, max_size=30),
+    st.integers(1, 40),
+    st.lists(st.integers(0, 10**6), max_size=4),
+    st.booleans(),
+)
+def test_victims_are_what_is_worth_least_one_after_another(
+    puts: list[tuple[int, int]], n: int, held: list[int], learned: bool
+) -> None:
+    """Naive: of the oldest of each rank the one worth least, found anew for every victim."""
+    ledger = Ledger()
+    order = Order(ledger)
+    rows: list[int] = []
+    for rank, length in puts:
+        keys = [(len(rows) + i).to_bytes(32, "little") for i in range(length)]
+        made = ledger.reserve(range(len(rows), len(rows) + length), keys, 800, SLOT, 1, 1, bytes([rank] * length))
+        assert all(ledger.seal(made))
+        rows += made
+    for keep, place in enumerate(held):
+        ledger.lease([rows[place % len(rows)]], keep=bool(keep % 2))
+    if learned:
+        order._reuse.worth = np.sort(np.random.default_rng(n).random((RANKS, policy.BUCKETS)), 1)[:, ::-1].tolist()
+    left = {rank: [row for row in rows if ledger.rank[row] == rank and not ledger.leases[row]] for rank in range(RANKS)}
+    for mine in left.values():
+        mine.sort(key=lambda row: (ledger.age[row], -rows.index(row)))
+    wanted: list[int] = []
+    while len(wanted) < n and any(left.values()):
+        price = {
+            r: (order._reuse.worth[r][policy.bucket(ledger.tick - ledger.age[m[0]])], ledger.age[m[0]], r)
+            for r, m in left.items()
+            if m
+        }
+        wanted.append(left[min(price, key=price.__getitem__)].pop(0))
+    assert order.victims(1, n) == wanted
+    assert order.least(1) is None if not wanted else order.least(1) is not None
+    ledger.check_integrity()
+
+
+def test_ghosts_of_a_store_cost_no_more_than_a_hundred_bytes_a_block() -> None:
+    with Few() as few:
+        assert few.order.nbytes == 0
+        for first in range(0, 200, 16):
+            few.seal(*range(first, first + 16))
+        assert 0 < few.order.nbytes <= 100 * 64
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_other_sizes_give_what_is_worth_less(learns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small blocks that come back after more large ones than there is room for: kept once that is learned, never where it is not."""
+    if not learns:
+        monkeypatch.setattr(Order, "learn", lambda self: None)
+    with Inside(1 << 20) as inside:
+        small, large, account = inside.space(BODY), inside.space(7 * KiB), inside.store.account("t")
+
+        def put(space: Space, numbers: range) -> None:
+            reservation, _ = inside.store.reserve(account, *space.asked(numbers))
+            inside.store.seal(account, reservation, range(len(numbers)))
+
+        hits = []
+        for first in range(1000, 1000 + 60 * 144, 144):
+            rows, _, _ = inside.store.lease(account, small.keys(range(20)))
+            inside.store.release(account, rows)
+            hits.append(len(rows))
+            if len(rows) < 20:
+                put(small, range(20))
+            for some in range(first, first + 144, 16):
+                put(large, range(some, some + 16))
+        assert sum(hits[-20:]) > 300 if learns else not any(hits)

@@ -1,0 +1,644 @@
+"""The SSD tier: its directory, what it does when the disk does not, what it keeps over restarts. The contract is in test_tier_contract.py, crashes in
+test_crash.py, disks that really fill up in test_disk_full.py."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import Full, Invalid, NotFound, Unavailable
+from kvtier.tiers import health
+from kvtier.tiers.ssd import index, ssd
+from kvtier.tiers.ssd.ssd import MIN_CAPACITY, Ssd
+from tests.support.daemon import PATIENCE, until
+from tests.support.disks import READ_ONLY, Failing
+from tests.support.tiers import Shop, Town, Yard, fault_of
+
+KiB, MiB = 1024, 1 << 20
+
+
+@pytest.fixture
+def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shop]:
+    monkeypatch.setattr(health, "PAUSE", (0.05, 0.2))
+    with Shop(tmp_path / "ssd") as made:
+        made.open()
+        yield made
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """The log's events so far, of faults."""
+    caplog.set_level(logging.INFO, "kvtier.tiers.tier")
+    return lambda: [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def degraded(tier: Ssd) -> int:
+    return tier.gauges()["degraded"]
+
+
+# --- the directory
+
+
+def test_a_directory_holds_five_kinds_of_files_for_nobody_else_to_read(shop: Shop) -> None:
+    shop.yard.put(shop.tier, [1])
+    assert sorted(path.name for path in shop.path.iterdir()) == ["blocks", "format.json", "journal.00000001", "lock"]
+    assert shop.path.stat().st_mode & 0o777 == 0o700
+    assert {path.stat().st_mode & 0o777 for path in shop.path.iterdir()} == {0o600}
+    assert json.loads((shop.path / "format.json").read_text()) == {"kvtier_ssd": 1, "slab_bytes": 480 * KiB}
+    assert (shop.path / "lock").read_text() == str(os.getpid())
+
+
+def test_a_slot_in_the_file_is_the_slot_in_memory(shop: Shop) -> None:
+    out = shop.yard.outgoing(7)
+    shop.tier.write([out])
+    place = shop.place(7)
+    assert place % 4096 == 0
+    assert shop.data()[place : place + len(out.slot)] == out.slot
+
+
+def test_one_owner_at_a_time(shop: Shop) -> None:
+    with pytest.raises(Unavailable, match=rf"belongs to another daemon \(process {os.getpid()}\): stop it"):
+        Ssd(shop.path, MIN_CAPACITY, shop.town.register)
+    shop.yard.put(shop.tier, [1])
+    shop.open()
+    assert shop.yard.whole(shop.tier, [1]) == [1]
+
+
+def test_a_refused_start_gives_everything_back(shop: Shop, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "notes.txt").write_text("mine")
+    descriptors = os.listdir("/proc/self/fd")
+    for path, capacity in (
+        (other, MIN_CAPACITY),
+        (tmp_path / "a", MIN_CAPACITY - 1),
+        (tmp_path / "a", 2**44 + 1),
+        (other / "notes.txt", MIN_CAPACITY),
+    ):
+        with pytest.raises(Invalid):
+            Ssd(path, capacity, shop.town.register)
+    assert os.listdir("/proc/self/fd") == descriptors
+    assert sorted(path.name for path in other.iterdir()) in (["notes.txt"], ["lock", "notes.txt"])
+
+
+def test_a_start_that_was_cut_off_does_not_bar_the_next(tmp_path: Path) -> None:
+    (tmp_path / "lock").write_text("12345")
+    (tmp_path / "format.json.tmp").write_text('{"kvt')
+    (tmp_path / "lost+found").mkdir()
+    tier = Ssd(tmp_path, MIN_CAPACITY, Town().register)
+    tier.close()
+    assert not (tmp_path / "format.json.tmp").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "not readable"),
+        ("[]", "not readable"),
+        ("[" * 5000, "not readable"),
+        ('{"kvtier_ssd": 1}', "not readable"),
+        ('{"kvtier_ssd": 2, "slab_bytes": 4096}', "SSD format 2; this version reads 1"),
+        ('{"kvtier_ssd": 1, "slab_bytes": 4097}', "not pages"),
+        ('{"kvtier_ssd": 1, "slab_bytes": 0}', "not pages"),
+        ('{"kvtier_ssd": 1, "slab_bytes": "4096"}', "not pages"),
+        ('{"kvtier_ssd": 1, "slab_bytes": true}', "not pages"),
+        ('{"kvtier_ssd": 1, "slab_bytes": 1e9}', "not pages"),
+    ],
+)
+def test_another_format_is_refused(text: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "format.json").write_text(text)
+    with pytest.raises(Invalid, match=words):
+        Ssd(tmp_path, MIN_CAPACITY, Town().register)
+
+
+def test_a_disk_that_has_run_out_is_told_from_a_wrong_path(tmp_path: Path) -> None:
+    disk = Failing()
+    for code, kind in (
+        (errno.ENOSPC, Full),
+        (errno.EIO, Full),
+        (errno.EMFILE, Full),
+        (errno.EROFS, Invalid),
+        (errno.EACCES, Invalid),
+    ):
+        disk.fail("open", code)
+        with pytest.raises(kind, match="cannot use"):
+            Ssd(tmp_path / "ssd", MIN_CAPACITY, Town().register, disk=disk)
+
+
+# --- restarts
+
+
+def test_blocks_and_their_order_outlive_the_tier(shop: Shop) -> None:
+    shop.yard.put(shop.tier, range(100))
+    shop.yard.get(shop.tier, 0)
+    shop.tier.delete(shop.yard.keys([50]))
+    shop.open()
+    assert shop.yard.whole(shop.tier, range(101)) == [n for n in range(100) if n != 50]
+    held = shop.tier.gauges()["blocks"]
+    shop.open()
+    for n in range(1000, 1000 + 960 - held + 20):
+        shop.yard.put(shop.tier, [n])
+    gone = set(range(100)) - {50, *shop.yard.known(shop.tier, range(100))}
+    assert gone and max(gone) < 50, "the oldest went first"
+
+
+def test_a_start_reads_no_data(shop: Shop) -> None:
+    shop.yard.put(shop.tier, range(200))
+    before = shop.disk.calls["read"]
+    shop.open()
+    assert shop.tier.gauges()["blocks"] == 200
+    assert shop.disk.calls["read"] == before
+
+
+def test_a_smaller_capacity_holds_from_the_start(shop: Shop) -> None:
+    shop.open(16 * MiB)
+    large = shop.town.yard(100 * KiB)
+    for n in range(130):
+        assert large.put(shop.tier, [n]) == [True]
+    shop.open(MIN_CAPACITY)
+    assert shop.used() <= MIN_CAPACITY
+    shop.tier.check_integrity()
+    large = shop.town.yard(100 * KiB)
+    known = large.known(shop.tier, range(130))
+    assert known and large.whole(shop.tier, known) == known
+    assert large.put(shop.tier, range(500, 504)) == [True] * 4
+    assert shop.used() <= MIN_CAPACITY
+    shop.open(16 * MiB)
+    large = shop.town.yard(100 * KiB)
+    for n in range(130):
+        assert large.put(shop.tier, [n]) == [True], "and may grow again"
+
+
+def test_a_smaller_capacity_shortens_the_index_too(tmp_path: Path) -> None:
+    shop = Shop(tmp_path / "ssd")
+    shop.open(32 * MiB)
+    for first in range(0, 7000, 32):
+        shop.yard.put(shop.tier, range(first, first + 32))
+    until(lambda: checkpoints(shop.tier), "a checkpoint of all these")
+    shop.open(6 * MiB)
+    assert shop.used() <= 6 * MiB
+    shop.tier.check_integrity()
+    assert shop.yard.put(shop.tier, [9999]) == [True]
+    assert len(shop.yard.known(shop.tier, range(7000))) > 900
+    shop.tier.close()
+
+
+def test_a_capacity_below_one_slab_is_refused(tmp_path: Path) -> None:
+    shop = Shop(tmp_path / "ssd")
+    shop.open(64 * MiB)
+    with pytest.raises(Invalid, match=r"slabs of 7864320 bytes; 3932160 are too few"):
+        shop.open(MIN_CAPACITY)
+    shop.open(9 * MiB)
+    assert shop.yard.put(shop.tier, [1]) == [True]
+    shop.tier.close()
+
+
+def test_a_namespace_of_a_newer_version_is_left_alone(shop: Shop, lines: Callable[[], list[str]]) -> None:
+    other = shop.town.yard(model="org/other")
+    shop.yard.put(shop.tier, [1])
+    other.put(shop.tier, range(2, 12))
+    shop.tier.close()
+    town = Town()
+
+    def register(raw: bytes, tenant: str) -> object:
+        if b"org/other" in raw:
+            raise Invalid("format 99")
+        return town.namespaces.register(raw, tenant)
+
+    shop.tier = Ssd(shop.path, MIN_CAPACITY, register, disk=shop.disk)  # type: ignore[arg-type]
+    assert lines() == ["ssd namespace not understood"]
+    assert shop.tier.gauges()["blocks"] == 1
+    third = town.yard(model="org/third")
+    assert third.put(shop.tier, [3]) == [True]
+    shop.open()
+    assert shop.yard.whole(shop.tier, [1]) == [1]
+    assert shop.town.yard(model="org/third").whole(shop.tier, [3]) == [3]
+    again = shop.town.yard(model="org/other")
+    assert len(again.whole(shop.tier, range(2, 12))) == 9, (
+        "its number was not used for another, and one slot was free to be used"
+    )
+
+
+def test_namespaces_without_blocks_are_not_registered(shop: Shop) -> None:
+    other = shop.town.yard(model="org/other")
+    shop.yard.put(shop.tier, [1])
+    other.put(shop.tier, [2])
+    shop.tier.drop(other.namespace)
+    shop.tier.close()
+    town = Town()
+    shop.tier = Ssd(shop.path, MIN_CAPACITY, town.register, disk=shop.disk)
+    assert [namespace.description.model for namespace in town.namespaces.all()] == ["org/m"]
+
+
+# --- checkpoints
+
+
+def checkpoints(tier: Ssd) -> int:
+    return tier.gauges()["checkpoints_total"]
+
+
+def test_the_index_is_shortened_and_says_the_same(shop: Shop) -> None:
+    for round_ in range(6):
+        for first in range(0, 640, 16):
+            shop.yard.put(shop.tier, range(first, first + 16))
+        shop.tier.delete(shop.yard.keys(range(round_, 640, 7)))
+    until(lambda: checkpoints(shop.tier) >= 2, "checkpoints are written")
+    known = shop.yard.known(shop.tier, range(640))
+    assert shop.tier.gauges()["index_bytes"] < 192 * KiB
+    shop.open()
+    assert shop.yard.known(shop.tier, range(640)) == known == shop.yard.whole(shop.tier, range(640))
+
+
+def test_a_namespace_left_out_of_a_checkpoint_is_told_again(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number stands in journals that are gone: blocks put under it later would have no description."""
+    monkeypatch.setattr(index, "CHECKPOINT_BYTES", 1)
+    other = shop.town.yard(model="org/other")
+    other.put(shop.tier, [1])
+    shop.tier.delete(other.keys([1]))
+    before = checkpoints(shop.tier)
+    for first in range(0, 640, 32):
+        shop.yard.put(shop.tier, range(first, first + 32))
+    until(lambda: checkpoints(shop.tier) > before, "a checkpoint without the other namespace")
+    assert other.put(shop.tier, [2]) == [True]
+    shop.open()
+    assert shop.town.yard(model="org/other").whole(shop.tier, [1, 2]) == [2]
+
+
+def test_a_checkpoint_that_cannot_be_written_is_said_once_and_tried_again(
+    shop: Shop, lines: Callable[[], list[str]]
+) -> None:
+    """As with a directory that lost its permissions, or no descriptor: what is open goes on being written."""
+    shop.disk.fail("open", errno.EACCES)
+    said = []
+    for first in range(0, 700, 4):
+        said.append(all(shop.yard.put(shop.tier, range(first, first + 4))))
+    assert all(said), "blocks are written all the while"
+    until(lambda: degraded(shop.tier), "a checkpoint is due and fails")
+    assert lines() == ["tier degraded"]
+    shop.disk.heal()
+    until(lambda: not degraded(shop.tier), "it is tried again")
+    assert checkpoints(shop.tier) >= 1
+    assert lines() == ["tier degraded", "tier recovered"]
+
+
+def test_an_index_without_room_refuses_and_does_not_break(shop: Shop) -> None:
+    """Descriptions have their part of the index. Beyond it a namespace's blocks are refused, until another's description is not needed any more."""
+    large = [shop.town.yard(model=f"org/{i}", backend="b" * 200, physical="p" * 200) for i in range(60)]
+    answers = [yard.put(shop.tier, [1])[0] for yard in large]
+    assert answers[0] and not answers[-1]
+    refused = shop.tier.gauges()["refused_blocks_total"]
+    assert refused >= answers.count(False)
+    assert not degraded(shop.tier), "nothing is wrong with the disk"
+    assert shop.used() <= MIN_CAPACITY
+    for yard in large[:40]:
+        shop.tier.drop(yard.namespace)
+    until(lambda: large[-1].put(shop.tier, [1])[0], "a checkpoint leaves the dropped ones out")
+    shop.open()
+    again = shop.town.yard(model="org/59", backend="b" * 200, physical="p" * 200)
+    assert again.whole(shop.tier, [1]) == [1]
+
+
+# --- the capacity
+
+
+def test_ten_times_the_capacity_never_takes_more_than_the_capacity(shop: Shop) -> None:
+    """Blocks of one size, then of another; the disk that everything in the directory takes, looked at after each call and between."""
+    capacity = 8 * MiB
+    shop.open(capacity)
+    most, stop = [0], threading.Event()
+
+    def watch() -> None:
+        while not stop.is_set():
+            most[0] = max(most[0], shop.used())
+            time.sleep(0.001)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        for nbytes, model in ((3000, "org/small"), (60_000, "org/middle"), (900_000, "org/large")):
+            yard = shop.town.yard(nbytes, model=model)
+            batch = max(1, min(32, 512 * KiB // yard.slot_bytes))
+            for first in range(0, 10 * capacity // yard.slot_bytes // 3, batch):
+                yard.put(shop.tier, range(first, first + batch))
+                most[0] = max(most[0], shop.used())
+    finally:
+        stop.set()
+        watcher.join(PATIENCE)
+    assert capacity * 3 // 4 < most[0] <= capacity
+    assert checkpoints(shop.tier) >= 1
+    assert not degraded(shop.tier)
+    shop.tier.check_integrity()
+
+
+def test_a_floor_of_free_space_is_kept(shop: Shop, lines: Callable[[], list[str]]) -> None:
+    shop.open(MIN_CAPACITY, min_free=10 * MiB)
+    shop.disk.free_bytes = 10 * MiB + 500 * KiB
+    assert shop.yard.put(shop.tier, range(8)) == [True] * 8
+    shop.disk.free_bytes = 10 * MiB + 20 * KiB
+    for first in range(0, 480, 8):
+        shop.yard.put(shop.tier, range(first, first + 8))
+    assert degraded(shop.tier) == 1
+    assert shop.tier.gauges()["file_bytes"] == 480 * KiB, "one slab, and what is in it goes round"
+    assert shop.yard.whole(shop.tier, range(480 - 8, 480)) == list(range(472, 480))
+    assert lines() == ["tier degraded"]
+    shop.disk.free_bytes = None
+    shop.yard.put(shop.tier, range(1000, 1008))
+    assert degraded(shop.tier) == 0
+    assert lines() == ["tier degraded", "tier recovered"]
+
+
+def test_a_file_that_cannot_grow_is_left_as_it_was(shop: Shop) -> None:
+    shop.disk.fail("allocate", errno.ENOSPC)
+    assert shop.yard.put(shop.tier, [1]) == [False]
+    assert degraded(shop.tier) == 1
+    assert (shop.path / "blocks").stat().st_size == 0
+    shop.disk.heal()
+    assert shop.yard.put(shop.tier, [1]) == [True]
+    assert degraded(shop.tier) == 0
+
+
+# --- faults
+
+
+def until_written(shop: Shop, n: int) -> int:
+    """Puts block n until the tier takes it. Returns how often it was asked."""
+    asked = 0
+
+    def put() -> bool:
+        nonlocal asked
+        asked += 1
+        return shop.yard.put(shop.tier, [n])[0]
+
+    until(put, "the tier writes again")
+    return asked
+
+
+@pytest.mark.parametrize("call", ["write", "append"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT])
+def test_a_write_that_fails_is_a_block_that_is_not_there(
+    call: str, code: int, shop: Shop, lines: Callable[[], list[str]]
+) -> None:
+    shop.yard.put(shop.tier, range(4))
+    shop.disk.fail(call, code)
+    calls = shop.disk.calls[call]
+    assert shop.yard.put(shop.tier, [10, 11, 1]) == [False, False, True]
+    assert shop.disk.calls[call] == calls + 1, "one try for the batch"
+    assert degraded(shop.tier) == 1
+    for n in range(20, 60):
+        assert shop.yard.put(shop.tier, [n]) == [False]
+    assert shop.disk.calls[call] <= calls + 4, "tried after pauses, not for every put"
+    assert shop.yard.whole(shop.tier, range(60)) == [0, 1, 2, 3], "reading goes on"
+    shop.disk.heal()
+    until_written(shop, 10)
+    assert degraded(shop.tier) == 0
+    assert lines() == ["tier degraded", "tier recovered"], "one line a change, however many puts"
+    gauges = shop.tier.gauges()
+    assert 1 <= gauges["write_faults_total"] <= 4
+    assert gauges["refused_blocks_total"] >= 36
+    shop.open()
+    assert shop.yard.whole(shop.tier, range(60)) == [0, 1, 2, 3, 10]
+
+
+def test_a_read_only_disk_takes_nothing_and_gives_what_it_has(shop: Shop, lines: Callable[[], list[str]]) -> None:
+    shop.yard.put(shop.tier, range(150))
+    for name, code in READ_ONLY.items():
+        shop.disk.fail(name, code)
+    assert shop.yard.put(shop.tier, range(500, 510)) == [False] * 10
+    assert shop.tier.delete(shop.yard.keys([3])) == 1, "forgotten in memory at least"
+    assert shop.yard.whole(shop.tier, range(150)) == [n for n in range(150) if n != 3]
+    assert degraded(shop.tier) == 1
+    shop.disk.heal()
+    until_written(shop, 500)
+    assert lines() == ["tier degraded", "tier recovered"]
+    shop.open()
+    assert shop.yard.whole(shop.tier, range(501)) == [n for n in [*range(150), 500] if n != 3], (
+        "the delete is on disk by now"
+    )
+
+
+def test_an_outage_costs_no_more_than_one_batch_of_what_is_there(shop: Shop) -> None:
+    """Each try could evict for blocks that it then cannot write; only the first does."""
+    fits = 960
+    for first in range(0, fits, 32):
+        shop.yard.put(shop.tier, range(first, first + 32))
+    held = shop.tier.gauges()["blocks"]
+    shop.disk.fail("append", errno.EIO)
+    for n in range(8):
+        shop.yard.put(shop.tier, range(2000 + 32 * n, 2032 + 32 * n))
+        time.sleep(0.1)
+    assert shop.tier.gauges()["write_faults_total"] >= 3
+    assert shop.tier.gauges()["blocks"] >= held - 32
+
+
+def test_a_transient_read_error_keeps_the_block(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch, lines: Callable[[], list[str]]
+) -> None:
+    """KVB-14: absent for a while, so that nobody runs into it again and again, then there."""
+    monkeypatch.setattr("kvtier.tiers.ssd.books._AGAIN", 0.2)
+    shop.yard.put(shop.tier, range(1, 9))
+    shop.disk.fail("read", errno.EIO, times=1)
+    assert fault_of(shop.tier, shop.yard, 5) is Unavailable
+    reads = shop.disk.calls["read"]
+    assert shop.yard.known(shop.tier, range(1, 9)) == [1, 2, 3, 4, 6, 7, 8], "a prefix ends there"
+    assert degraded(shop.tier) == 1
+    assert shop.yard.put(shop.tier, [5]) == [True], "it is here, nothing is written for it"
+    until(lambda: shop.yard.known(shop.tier, [5]) == [5], "it counts again")
+    assert shop.disk.calls["read"] == reads, "asking reads nothing"
+    assert shop.yard.whole(shop.tier, range(1, 9)) == list(range(1, 9))
+    assert degraded(shop.tier) == 0
+    assert lines() == ["tier degraded", "tier recovered"]
+    assert shop.tier.gauges()["read_faults_total"] == 1
+
+
+def test_a_block_that_cannot_be_read_three_times_is_given_up(shop: Shop) -> None:
+    shop.yard.put(shop.tier, [1, 2])
+    place = shop.place(1)
+    shop.disk.fail("read", errno.EIO, when=lambda fd, data, offset: offset == place)
+    assert [fault_of(shop.tier, shop.yard, 1) for _ in range(4)] == [Unavailable] * 3 + [NotFound]
+    assert shop.yard.whole(shop.tier, [1, 2]) == [2]
+    gauges = shop.tier.gauges()
+    assert (gauges["read_faults_total"], gauges["lost_blocks_total"], gauges["quarantined_slots"]) == (3, 1, 1)
+    assert shop.yard.put(shop.tier, [1]) == [True]
+    assert shop.place(1) != place or shop.data().count(shop.yard.block(1)) == 2, "the bad place rests"
+
+
+def test_a_file_system_that_takes_o_direct_and_then_refuses_it(shop: Shop, lines: Callable[[], list[str]]) -> None:
+    assert shop.tier.gauges()["direct"] == 1
+    shop.disk.fail("write", errno.EINVAL, times=1)
+    assert shop.yard.put(shop.tier, [1, 2]) == [True, True]
+    assert shop.yard.whole(shop.tier, [1, 2]) == [1, 2]
+    assert shop.tier.gauges()["direct"] == 0
+    assert lines() == ["ssd buffered"], "said once"
+    assert not degraded(shop.tier)
+
+
+# --- nobody waits for the disk
+
+
+class Held(Failing):
+    """A disk whose writes wait until they are let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+        self.go.set()
+        self.waiting = threading.Event()
+
+    def _hold(self) -> None:
+        if not self.go.is_set():
+            self.waiting.set()
+            assert self.go.wait(PATIENCE)
+
+    def write(self, fd: int, data: memoryview, offset: int) -> None:
+        self._hold()
+        super().write(fd, data, offset)
+
+    def append(self, fd: int, data: bytes) -> None:
+        self._hold()
+        super().append(fd, data)
+
+
+@pytest.fixture
+def held(shop: Shop) -> Iterator[Held]:
+    disk = shop.disk = Held()
+    shop.open()
+    shop.yard.put(shop.tier, range(4))
+    disk.go.clear()
+    yield disk
+    disk.go.set()
+
+
+def in_background(call: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=call)
+    thread.start()
+    return thread
+
+
+def test_whoever_asks_is_answered_while_the_disk_hangs(shop: Shop, held: Held) -> None:
+    writer = in_background(lambda: shop.yard.put(shop.tier, [10]))
+    assert held.waiting.wait(PATIENCE)
+    done = threading.Event()
+
+    def ask() -> None:
+        shop.tier.gauges()
+        shop.tier.handles()
+        shop.tier.blocks_by_namespace()
+        assert shop.yard.known(shop.tier, range(12)) == [0, 1, 2, 3]
+        assert shop.yard.whole(shop.tier, range(4)) == [0, 1, 2, 3], "reading needs no journal"
+        assert shop.tier.delete(shop.yard.keys([3])) == 1
+        assert shop.tier.drop(shop.town.yard(model="org/none").namespace) == 0
+        done.set()
+
+    asker = in_background(ask)
+    assert done.wait(PATIENCE / 3)
+    held.go.set()
+    writer.join(PATIENCE)
+    asker.join(PATIENCE)
+    assert shop.yard.whole(shop.tier, range(12)) == [0, 1, 2, 10]
+
+
+def test_a_put_after_a_delete_outlives_it(shop: Shop, held: Held) -> None:
+    """Block 5 is on its way down twice; one copy is sealed and deleted while the other is being written: the tombstone is older than its record."""
+    held.go.set()
+    assert shop.yard.put(shop.tier, [5]) == [True]
+    tier = shop.tier
+    tier.delete(shop.yard.keys([5]))
+    held.go.clear()
+    held.waiting.clear()
+    slow = in_background(lambda: shop.yard.put(tier, [5]))
+    assert held.waiting.wait(PATIENCE), "the data is being written"
+    with tier._lock:  # a delete of a copy that was sealed and is gone, not journalled yet
+        tier._tombstones.add(shop.yard.key(5))
+    held.go.set()
+    slow.join(PATIENCE)
+    assert shop.yard.known(tier, [5]) == [5]
+    shop.open()
+    assert shop.yard.whole(shop.tier, [5]) == [5]
+
+
+def test_a_namespace_dropped_while_a_block_is_written_keeps_it_out(shop: Shop, held: Held) -> None:
+    writer = in_background(lambda: shop.yard.put(shop.tier, [10]))
+    assert held.waiting.wait(PATIENCE)
+    shop.yard.namespace.dropped = True
+    assert shop.tier.drop(shop.yard.namespace) == 4
+    held.go.set()
+    writer.join(PATIENCE)
+    assert shop.yard.known(shop.tier, range(12)) == []
+    shop.open()
+    assert shop.tier.gauges()["blocks"] == 0
+
+
+def test_the_same_block_written_by_two_is_one_block(shop: Shop, held: Held) -> None:
+    writers = [in_background(lambda: shop.yard.put(shop.tier, [10, 11])) for _ in range(4)]
+    assert held.waiting.wait(PATIENCE)
+    held.go.set()
+    for writer in writers:
+        writer.join(PATIENCE)
+    assert shop.yard.whole(shop.tier, [10, 11]) == [10, 11]
+    assert shop.tier.gauges()["blocks"] == 6
+    shop.open()
+    assert shop.yard.whole(shop.tier, [10, 11]) == [10, 11]
+
+
+def test_closing_a_tier_whose_disk_hangs_keeps_the_directory(
+    shop: Shop, held: Held, monkeypatch: pytest.MonkeyPatch, lines: Callable[[], list[str]]
+) -> None:
+    monkeypatch.setattr(ssd, "PATIENCE", 0.1)
+    writer = in_background(lambda: shop.yard.put(shop.tier, [10]))
+    assert held.waiting.wait(PATIENCE)
+    shop.tier.close()
+    assert lines() == ["ssd still busy"]
+    with pytest.raises(Unavailable, match="belongs to another daemon"):
+        Ssd(shop.path, MIN_CAPACITY, Town().register)
+    held.go.set()
+    writer.join(PATIENCE)
+    monkeypatch.undo()
+    shop.open()
+    assert shop.yard.whole(shop.tier, range(11)) == [0, 1, 2, 3, 10]
+
+
+def test_readers_and_evictions_do_not_meet(shop: Shop) -> None:
+    """A block that is being read is not written over: each read brings the right bytes or says it is gone."""
+    stop = threading.Event()
+    failed: list[BaseException] = []
+    hits = [0]
+
+    def read() -> None:
+        try:
+            while not stop.is_set():
+                hits[0] += len(shop.yard.whole(shop.tier, range(1200)))
+        except BaseException as error:
+            failed.append(error)
+
+    readers = [in_background(read) for _ in range(3)]
+    try:
+        for round_ in range(12):
+            for first in range(0, 1200, 24):
+                shop.yard.put(shop.tier, range(first, first + 24))
+            if round_ % 3 == 0:
+                shop.tier.delete(shop.yard.keys(range(0, 1200, 5)))
+    finally:
+        stop.set()
+        for reader in readers:
+            reader.join(PATIENCE)
+    assert not failed, failed[0]
+    assert hits[0] > 1000
+    assert shop.tier.gauges()["lost_blocks_total"] == 0
+    assert shop.tier.gauges()["evicted_blocks_total"] > 1000
+
+
+def test_yards_differ() -> None:
+    """The tests' own blocks: another namespace or number is another key and other bytes."""
+    town = Town()
+    first, second = town.yard(), town.yard(tenant="u")
+    assert isinstance(first, Yard)
+    assert len({first.key(1), first.key(2), second.key(1)}) == 3
+    assert len({first.block(1), first.block(2), second.block(1)}) == 3
