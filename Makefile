@@ -45,7 +45,7 @@ define make-venv
 @$(1)/bin/python -m pip --version >/dev/null 2>&1 || { echo "making $(1) with $$("$(PYTHON)" --version)"; "$(PYTHON)" -m venv --clear $(1); }
 endef
 
-.PHONY: help demo test test-core test-torch test-full test-vllm test-llmcompressor test-lmcache fuzz lint format bench benchdocs peers proto venv venv-torch clean .venv/core .venv/torch test-kernels aot venv-triton
+.PHONY: help demo test test-core test-torch test-long test-repeat test-full test-vllm test-llmcompressor test-lmcache fuzz lint format bench benchdocs peers proto venv venv-torch clean .venv/core .venv/torch test-kernels aot venv-triton
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -57,11 +57,20 @@ test: test-core test-torch ## all tests: the core without torch, then what needs
 
 test-core: $(CORE)
 	@tests/support/redis.sh
-	@$(PY) -m pytest -n 2 --dist loadfile -m "not torch and not gpu and not slow and not alone" $(ARGS)
-	@$(PY) -m pytest -m "alone and not slow" $(ARGS)
+	@$(PY) -m pytest -n 2 --dist loadfile -m "not torch and not gpu and not slow and not long and not alone" $(ARGS)
+	@$(PY) -m pytest -m "alone and not slow and not long" $(ARGS)
 
 test-torch: $(TORCH)
-	@$(PYT) -m pytest -m "torch and not gpu and not slow" $(ARGS)
+	@$(PYT) -m pytest -m "torch and not gpu and not slow and not long" $(ARGS)
+
+test-long: $(CORE) $(TORCH) ## what takes too long for `make test`, the slow rounds left out
+	@tests/support/redis.sh
+	@$(PY) -m pytest -n 2 --dist loadfile -m "long and not torch and not gpu and not slow and not alone" $(ARGS)
+	@$(PY) -m pytest -m "long and alone and not slow" $(ARGS) || [ $$? = 5 ]
+	@$(PYT) -m pytest -m "long and torch and not gpu and not slow" $(ARGS)
+
+test-repeat: $(CORE) $(TORCH) ## `make test` ten times in a row with two busy loops beside it, no second tries
+	@tests/support/repeat.sh 10 2
 
 test-full: $(CORE) $(TORCH) ## the tests and their long rounds
 	@tests/support/redis.sh
