@@ -1,1 +1,20 @@
-"""`kvtier`: what an operator or a script says to a daemon, through the client library alone. docs/cli.md is its page."""
+"""The command `kvtier`: what an operator or a script says to a daemon, through the client library alone.
+
+What each file decides:
+
+app               which files have commands; options that all have; errors to exit codes
+output            exit codes, tables, JSON, progress
+inputs            namespaces, hashes, ranges and bodies from a command line
+blocks            lookup, get, put, delete, pin, unpin
+registry          status, namespaces, show, diff, drop, ttl
+namespace         namespace: a description from a model's files
+artifacts         import-scales, artifact show, diff, verify
+quality           calibrate, evaluate
+plan              plan
+replay            replay: a trace against orders of eviction
+simulator         the orders of eviction that replay compares
+doctor            doctor: what this host gives
+fsck              fsck: the offline check of an SSD directory
+bench             bench: benchmarks of a checkout
+tokens            token
+"""

@@ -1,1 +1,23 @@
-"""The process `kvtier-server`: sockets, gRPC, sessions, verbs, access, settings, metrics and its life."""
+"""The process `kvtier-server`: sockets, gRPC, sessions, verbs, access, settings, metrics and its life.
+
+What each file decides:
+
+main              flags, signals, exit codes
+lifecycle         the order of a start and of a stop; which parts are built
+settings          the settings: names, defaults, what goes together, who a Unix peer is
+setting_values    what the text of a setting means: sizes, addresses, users, tables of tiers
+verbs             each verb: its checks, the role it needs, its answer
+sessions          what a client holds, and what happens when it dies: limbo, and slots that come back
+unix              the Unix transport: accept, hello, frames; limits of sockets
+grpc              the gRPC transport: methods, callers, limits
+streams           put and get with bytes, over gRPC
+in_flight         gRPC calls under way, and when they are cut
+access            tokens and certificates, read anew when their files change
+socket_claim      one daemon a socket path
+http              /metrics, /live and /ready
+metrics           names and labels of everything exported
+meters            seconds, errors and bytes of calls
+logs              the form of log lines
+systemd           READY, STOPPING and the watchdog
+malloc            how the C library returns memory
+"""

@@ -1,6 +1,6 @@
-"""docs/operations.md and packaging/ against the code: settings, metrics, status names, log lines, exit codes, alerts, the systemd unit.
+"""docs/operations.md, docs/watch.md and packaging/ against the code: settings, metrics, status names, log lines, exit codes, alerts, the systemd unit.
 
-`python -m tests.house.test_operations_docs` writes the tables of the page anew from the code.
+`python -m tests.house.test_operations_docs` writes the tables of both pages anew from the code.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from kvtier.server.settings import SETTINGS, from_values
 from tests.support.daemon import Daemon, MiB
 from tests.support.paths import ROOT
 
-PAGE = ROOT / "docs" / "operations.md"
+RUN = ROOT / "docs" / "operations.md"
+WATCH = ROOT / "docs" / "watch.md"
 ALERTS = ROOT / "packaging" / "alerts.yml"
 UNIT = ROOT / "packaging" / "kvtier.service"
 
@@ -35,41 +36,41 @@ STATUS = {
     "version": "of the daemon",
     "start_time": "unix seconds",
     "arena_bytes": "capacity for blocks",
-    "arena_ready_bytes": "of it backed by memory already",
+    "arena_ready_bytes": "bytes of the arena that memory is behind already",
     "used_bytes": "slots taken, padding included",
     "known_blocks": "sealed blocks in the arena",
     "namespaces": "registered",
-    "leased_blocks": "blocks that somebody reads",
-    "leased_bytes": "their slots",
+    "leased_blocks": "blocks that are being read",
+    "leased_bytes": "bytes of their slots",
     "reserved_blocks": "slots that are being filled",
-    "reserved_bytes": "their bytes",
+    "reserved_bytes": "bytes of these slots",
     "pinned_blocks": "blocks an operator has pinned",
-    "pinned_bytes": "their slots",
+    "pinned_bytes": "bytes of their slots",
     "sessions": "clients with a session (and one for each tenant with pins)",
     "sockets": "of all sessions",
     "held_bytes": "slots that sessions hold, each session counted by itself",
     "limbo_sessions": "sessions without a socket whose process lives",
-    "limbo_bytes": "what they hold",
+    "limbo_bytes": "bytes that these sessions hold",
     "grpc_calls": "gRPC calls under way",
-    "grpc_bulk_calls": "puts and gets among them",
+    "grpc_bulk_calls": "puts and gets among these",
     "grpc_cut_total": "gRPC calls ended because they stood still or took too long",
     "lookup_keys_total": "keys asked for by lookups",
     "lookup_hits_total": "leading keys that were known",
-    "lookup_warm_total": "of these, leading ones in the arena",
+    "lookup_warm_total": "leading known keys that were in the arena",
     "lookup_misses_total": "lookups that ended at an unknown key",
     "lease_keys_total": "keys asked for by leases and gets",
-    "leased_blocks_total": "blocks they were given",
-    "leased_bytes_total": "slots of these",
+    "leased_blocks_total": "blocks that these were given",
+    "leased_bytes_total": "bytes of the slots of these blocks",
     "sealed_blocks_total": "blocks stored",
-    "sealed_bytes_total": "their bytes",
+    "sealed_bytes_total": "bytes of the blocks stored",
     "already_blocks_total": "blocks written in vain: another writer was first",
     "aborted_blocks_total": "slots given back unsealed",
-    "evicted_blocks_total": "blocks forgotten to make room",
-    "evicted_bytes_total": "their bytes",
+    "evicted_blocks_total": "blocks forgotten so that others fit",
+    "evicted_bytes_total": "bytes of the blocks evicted",
     "deleted_blocks_total": "blocks forgotten on demand",
-    "expired_blocks_total": "blocks forgotten because nobody had used them for their namespace's time-to-live",
+    "expired_blocks_total": "blocks forgotten because they were not used for their namespace's time-to-live",
     "drained_slabs_total": "slabs emptied for another block size",
-    "full_total": "reservations refused for want of room or by a cap",
+    "full_total": "reservations refused: the arena is full of blocks in use, or a cap is reached",
     "bad_headers_total": "blocks dropped because a writer had changed their header",
 }
 
@@ -77,44 +78,44 @@ STATUS = {
 EVENTS = {
     "ready": "calls are accepted",
     "metrics listen": "the HTTP pages are there",
-    "grpc listen": "the door is bound",
-    "arena backed": "all of the arena has memory behind it",
-    "arena not backed": "it has not, and will not: later puts may be slow or fail",
+    "grpc listen": "gRPC listens",
+    "arena backed": "memory is behind all of the arena",
+    "arena not backed": "part of it has none and will not get any: puts may be slow or fail",
     "not ready": "a background thread has died: see the reason",
-    "ready again": "it came back",
+    "ready again": "all background threads run again",
     "reloaded": "tokens or certificates were read anew",
-    "reload failed": "they were not: the old ones stay in force",
+    "reload failed": "tokens or certificates could not be used: the old ones stay in force",
     "stopping": "SIGTERM or SIGINT came",
-    "stopped": "the end; the seconds are those of draining",
-    "calls cut off": "calls on the lane were still under way at the end of the drain",
-    "accepting fails": "out of descriptors or the like; said once, tried on",
-    "accepting again": "it works again",
+    "stopped": "the daemon has ended; seconds: how long calls and write-behind took to end",
+    "calls cut off": "calls of the Unix transport were still under way at the end of the drain",
+    "accepting fails": "out of descriptors or the like; said once, and tried again",
+    "accepting again": "connections are accepted again",
     "no thread for another socket": "a connection was closed for want of a thread",
-    "session in limbo": "a client's last socket closed while it may still touch slots",
-    "process ended with slots": "a client's process ended; what it held is back",
+    "session in limbo": "a client's last socket closed while its process may still touch slots",
+    "process ended with slots": "a client's process ended; the slots it held are free again",
     "namespace dropped": "an admin dropped one",
     "time-to-live set": "an admin gave a namespace a time-to-live; 0 seconds: took it away",
     "admin call": "drop, pin, unpin or ttl over gRPC",
     "unknown token refused": "at most every 10 s, with the number of calls since the last",
-    "lane socket failed": "a fault of ours in one connection",
-    "verb failed": "a fault of ours in one call on the lane",
-    "call failed": "a fault of ours in one call over gRPC",
-    "page failed": "a fault of ours in an HTTP page",
-    "returning slots failed": "a fault of ours when a client ended",
+    "lane socket failed": "a fault of kvtier in one connection of the Unix transport",
+    "verb failed": "a fault of kvtier in one call of the Unix transport",
+    "call failed": "a fault of kvtier in one call over gRPC",
+    "page failed": "a fault of kvtier in an HTTP page",
+    "returning slots failed": "a fault of kvtier when a client ended",
     "ssd opened": "the index was read",
     "ssd buffered": "the file system refuses O_DIRECT: the page cache is used",
     "ssd index damaged": "index files end before their size; what follows there never happened",
     "ssd namespace not understood": "blocks of a newer version: left alone, not served",
-    "ssd still busy": "the disk kept a call at the end; the directory stays locked until the process is gone",
-    "ssd upkeep failed": "a fault of ours in the index's own thread",
-    "redis opened": "Redis takes user and password and lets this user do what the tier needs",
-    "redis upkeep failed": "a fault of ours in the tier's own thread",
-    "asking redis failed": "a fault of ours while Redis was asked what it has",
+    "ssd still busy": "a disk call had not returned when the daemon ended; the directory stays locked until the process is gone",
+    "ssd upkeep failed": "a fault of kvtier in the index's own thread",
+    "redis opened": "Redis accepts the login, and this user may do what the tier needs",
+    "redis upkeep failed": "a fault of kvtier in the tier's own thread",
+    "asking redis failed": "a fault of kvtier while Redis was asked what it has",
     "tier degraded": "a tier's medium fails, or has no room; said once, until it works again",
-    "tier recovered": "it works again",
-    "settling failed": "a fault of ours while blocks were copied down",
-    "promoting failed": "a fault of ours while a block was copied up",
-    "expiring failed": "a fault of ours while blocks past their time-to-live were forgotten",
+    "tier recovered": "the tier works again",
+    "settling failed": "a fault of kvtier while blocks were copied down",
+    "promoting failed": "a fault of kvtier while a block was copied up",
+    "expiring failed": "a fault of kvtier while blocks past their time-to-live were forgotten",
 }
 DAEMON_SIDE = ("store", "tiers", "server")
 
@@ -193,20 +194,26 @@ def events_table() -> str:
     )
 
 
-TABLES = {"settings": settings_table, "metrics": metrics_table, "status": status_table, "events": events_table}
+TABLES = {
+    "settings": (RUN, settings_table),
+    "metrics": (WATCH, metrics_table),
+    "status": (WATCH, status_table),
+    "events": (WATCH, events_table),
+}
 
 
 def part(name: str) -> str:
-    """The table of a part of the page, head and all."""
-    match = re.search(rf"<!-- {name} -->\n(.*?)<!-- /{name} -->", PAGE.read_text(), re.DOTALL)
-    assert match, f"docs/operations.md has no part {name}"
+    """The table of a part of its page, head and all."""
+    page = TABLES[name][0]
+    match = re.search(rf"<!-- {name} -->\n(.*?)<!-- /{name} -->", page.read_text(), re.DOTALL)
+    assert match, f"{page.name} has no part {name}"
     return match[1]
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_the_tables_are_those_of_the_code(name: str) -> None:
     found = "".join(part(name).splitlines(keepends=True)[2:])
-    assert found == TABLES[name](), "run: python -m tests.house.test_operations_docs"
+    assert found == TABLES[name][1](), "run: python -m tests.house.test_operations_docs"
 
 
 def test_every_log_line_of_the_daemon_is_known() -> None:
@@ -219,13 +226,13 @@ def test_the_status_has_these_names() -> None:
 
 
 def test_exit_codes() -> None:
-    text = PAGE.read_text()
+    text = RUN.read_text()
     section = text[text.index("## Exit codes") : text.index("## A life")]
     assert set(map(int, re.findall(r"^\| (\d) \|", section, re.MULTILINE))) == {0, *EXIT_CODES.values()}
 
 
 def test_the_example_file_is_one(tmp_path: Path) -> None:
-    blocks = re.findall(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    blocks = re.findall(r"```toml\n(.*?)```", RUN.read_text(), re.DOTALL)
     assert blocks
     for block in blocks:
         values = tomllib.loads(block) | {"socket": str(tmp_path / "k.sock"), "arena_bytes": "64MiB"}
@@ -234,7 +241,7 @@ def test_the_example_file_is_one(tmp_path: Path) -> None:
 
 
 def test_flags_and_commands_of_the_page_exist() -> None:
-    text = PAGE.read_text()
+    text = RUN.read_text() + WATCH.read_text()
     flags = {setting.flag for setting in SETTINGS} | {"--config", "--check", "--version", "--help", "--log-format"}
     other = {"--ulimit", "--system", "--now"}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) <= flags | other
@@ -283,13 +290,12 @@ def test_the_unit_is_one_that_systemd_reads(tmp_path: Path) -> None:
 
 
 def main() -> None:
-    """Writes the tables of the page from the code."""
-    text = PAGE.read_text()
-    for name, make in TABLES.items():
+    """Writes the tables of both pages from the code."""
+    for name, (page, make) in TABLES.items():
+        text = page.read_text()
         head = "".join(part(name).splitlines(keepends=True)[:2])
         begin, end = text.index(f"<!-- {name} -->\n") + len(f"<!-- {name} -->\n"), text.index(f"<!-- /{name} -->")
-        text = text[:begin] + head + make() + text[end:]
-    PAGE.write_text(text)
+        page.write_text(text[:begin] + head + make() + text[end:])
 
 
 if __name__ == "__main__":

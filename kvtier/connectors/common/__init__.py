@@ -1,1 +1,16 @@
-"""What connectors share, whatever the engine. No engine is imported here."""
+"""What connectors share, whatever the engine. No engine is imported here.
+
+What each file decides:
+
+lookups           asking the daemon without holding up a scheduler: tickets, when a question counts as a miss
+mover             loads and saves in threads, and how long each may take
+jobs              what is to be loaded and saved, as plain data
+pages             an engine's cache as views, and its way into a block and back
+quantizing        BF16 and FP16 caches whose blocks become FP8 as they leave, on a CPU
+quantizing_gpu    the same on a GPU, by the Triton kernels
+ranks             one namespace out of what all ranks report
+lora              which weights an adapter's name means
+counters          names of everything that connectors count
+objects           objects of LMCache into slots and back
+object_naming     namespace, key and request context of an object of LMCache
+"""

@@ -4,6 +4,13 @@
                    "adapter_params": {"namespaces": {"org/model": "/etc/kvtier/model.json"}}}'
 
 Only this subpackage imports lmcache, and only when a class is asked for. `docs/lmcache.md` says how to use it.
+
+What each file decides:
+
+adapter           the class that LMCache loads: store, lookup, load, delete
+workers           tasks in threads, and their answers
+inventory         what this server has stored and found; what lookups hold
+lmcache_settings  `adapter_params`
 """
 
 from __future__ import annotations

@@ -6,6 +6,12 @@ vLLM finds `register` as a plug-in (entry point group `vllm.general_plugins`) in
     a CPU    vLLM takes its own backend whatever it is told; KVTIER_ATTENTION=dual in the environment puts ours in that one's place, for tests
 
 The connector (`kvtier.connectors.vllm`, mode "dual") sees by itself whether it is in use. Without the connector the backend never meets an FP8 block.
+
+What each file decides:
+
+gpu               the backend's class on a GPU: the Triton kernels
+cpu               the same in plain torch, for tests
+flags             which pages hold FP8
 """
 
 from __future__ import annotations

@@ -1,0 +1,76 @@
+"""The documents against the code: the README's map, the places it names, what each room says of its files, names of files."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.house import map as rooms_map
+from tests.support.paths import ROOT
+
+# Both ends of a socket have a file for each transport.
+SAME_NAME = {"__init__.py", "__main__.py", "unix.py", "grpc.py"}
+
+
+def packages() -> list[Path]:
+    """Every package of ours but the generated one."""
+    found = [path.parent for top in ("kvtier", rooms_map.KERNELS) for path in (ROOT / top).rglob("__init__.py")]
+    return sorted(path for path in found if path.name != "v1")
+
+
+def test_the_map_is_that_of_the_import_contracts() -> None:
+    assert rooms_map.in_readme() == rooms_map.table(), "run: python -m tests.house.map"
+
+
+def test_every_room_is_on_the_map() -> None:
+    rooms = {room for layer in rooms_map.layers() for room in layer}
+    entries = (ROOT / "kvtier").iterdir()
+    here = {path.stem for path in entries if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert here - {"__init__"} == rooms
+
+
+def places() -> list[str]:
+    """The rows of README's table "Where to look"."""
+    text = (ROOT / "README.md").read_text("utf-8").split("## Where to look", 1)[1].split("\n## ", 1)[0]
+    return [line for line in text.splitlines() if line.startswith("| ")][1:]
+
+
+def test_the_places_that_the_readme_names_exist() -> None:
+    """Each file, and behind a colon each name that must be found in it."""
+    assert len(places()) > 20
+    for row in places():
+        files = re.findall(r"`([\w./]+/[\w.]+)`((?:[:,] `\w+`)*)", row)
+        assert files or "](" in row, row
+        for path, names in files:
+            assert (ROOT / path).is_file(), f"README names {path}, which does not exist"
+            text = (ROOT / path).read_text("utf-8")
+            for name in re.findall(r"`(\w+)`", names):
+                assert re.search(rf"\b{name}\b", text), f"README looks for {name} in {path}"
+
+
+def test_the_files_that_contributing_names_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    for path in re.findall(r"`((?:kvtier|kernels|tests|bench|docs|proto|packaging|docker)/[\w./]+)`", text):
+        assert (ROOT / path).exists(), f"CONTRIBUTING names {path}, which does not exist"
+
+
+@pytest.mark.parametrize("path", packages(), ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_a_room_says_what_each_of_its_files_decides(path: Path) -> None:
+    text = ast.get_docstring(ast.parse((path / "__init__.py").read_text("utf-8"))) or ""
+    if path == ROOT / "kvtier":
+        return  # its rooms are README's map
+    files = {one.stem for one in path.glob("*.py")} - {"__init__", "__main__"}
+    files |= {one.parent.name for one in path.glob("*/__init__.py")}
+    listed = re.findall(r"^(\w+) {2,}\S", text.partition("What each file decides:\n")[2], re.MULTILINE)
+    assert sorted(listed) == sorted(files), f"{path.name}/__init__.py lists other files than there are"
+
+
+def test_files_have_names_of_their_own() -> None:
+    found: dict[str, list[str]] = {}
+    for package in packages():
+        for path in package.glob("*.py"):
+            found.setdefault(path.name, []).append(path.relative_to(ROOT).as_posix())
+    assert not {name: paths for name, paths in found.items() if len(paths) > 1 and name not in SAME_NAME}
