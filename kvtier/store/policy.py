@@ -22,7 +22,7 @@ SESSION_SHARE = 0.25  # of the arena, that one session may hold leased and reser
 PIN_SHARE = 0.10  # of the arena, that operators may pin
 TENANT_SHARE = 0.50  # of the arena, that all sessions of one tenant may hold
 
-# Each constant was varied over nine traces and six sizes (docs/policy.md); none moves the mean hit ratio by more than 0.005 when doubled or halved.
+# Each constant was varied over nine traces and six sizes (docs/eviction.md); none moves the mean hit ratio by more than 0.005 when doubled or halved.
 RANKS = (
     ledger.RANKS
 )  # 8 uses are told apart: 1 ... 7, and 8 or more. 6 and 12 do as well, 4 loses 0.004; a ghost has three bits for it
@@ -71,7 +71,7 @@ def admit(rank: int, left: float) -> bool:
     """Whether to write a block of this rank to the SSD; `left` is the share of the write budget's burst that is left (1: no limit).
 
     What was used again is always worth its bytes; what was used once (rank 0) only while half the burst is left. Of equal bytes written this
-    keeps more hits than writing in order of arrival (docs/policy.md). A block that was refused is offered again at its second use.
+    keeps more hits than writing in order of arrival (docs/eviction.md). A block that was refused is offered again at its second use.
     """
     return rank > 0 or left > HALF
 

@@ -53,8 +53,18 @@ def test_the_places_that_the_readme_names_exist() -> None:
 
 def test_the_files_that_contributing_names_exist() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
-    for path in re.findall(r"`((?:kvtier|kernels|tests|bench|docs|proto|packaging|docker)/[\w./]+)`", text):
-        assert (ROOT / path).exists(), f"CONTRIBUTING names {path}, which does not exist"
+    named = re.findall(r"`((?:kvtier|kernels|tests|bench|docs|proto|packaging|docker)/[\w./]+)`", text)
+    assert len(named) > 40
+    for path in named:
+        assert "NAME" in path or (ROOT / path).exists(), f"CONTRIBUTING names {path}, which does not exist"
+
+
+def test_each_invariant_names_tests_that_exist() -> None:
+    rows = re.findall(r"^\| (I\d+) \|.*\|(.*)\|$", (ROOT / "docs" / "design.md").read_text("utf-8"), re.MULTILINE)
+    assert [name for name, _ in rows] == [f"I{number}" for number in range(1, 16)]
+    for name, cell in rows:
+        paths = re.findall(r"`(tests/[\w./]+)`", cell)
+        assert paths and all((ROOT / path).is_file() for path in paths), name
 
 
 @pytest.mark.parametrize("path", packages(), ids=lambda path: path.relative_to(ROOT).as_posix())

@@ -1,8 +1,9 @@
-"""The house itself: floors, what may be imported where, lengths, fresh generated code, words in the documents that must be true."""
+"""The code base itself: import contracts, what may be imported where, lengths, fresh generated code, commands in the documents."""
 
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import shutil
@@ -120,6 +121,14 @@ def test_class_names_occur_once_unless_one_implements_the_other() -> None:
     assert not twice
 
 
+def imported_by(program: str, modules: list[str]) -> object:
+    """What a program of tests/support/programs prints of these modules, in a fresh interpreter."""
+    command = [sys.executable, "-m", f"tests.support.programs.{program}", *modules]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert found.returncode == 0, found.stderr
+    return json.loads(found.stdout)
+
+
 def engine_side() -> list[str]:
     """Modules that an engine may load and that need no engine, no torch and no triton to be imported."""
     heavy = (
@@ -142,22 +151,9 @@ def engine_side() -> list[str]:
 
 def test_an_engine_loads_no_server() -> None:
     """Each module by itself, as an engine's process would load it; with the engines themselves: tests/connectors."""
-    program = (
-        "import importlib, sys\n"
-        "for name in sys.argv[1:]:\n"
-        "    try: importlib.import_module(name)\n"
-        "    except ModuleNotFoundError as error:\n"
-        "        if error.name.split('.')[0] in ('kvtier', 'kvtier_kernels'): raise\n"
-        "rooms = ('store', 'tiers', 'server', 'cli')\n"
-        "print(sorted(name for name in sys.modules if name.startswith('kvtier.') and name.split('.')[1] in rooms))\n"
-    )
     names = engine_side()
     assert {"kvtier.client.api", "kvtier.connectors.common.lookups", "kvtier.quality.drift"} <= set(names)
-    found = subprocess.run(
-        [sys.executable, "-c", program, *names], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
-    )
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.strip() == "[]"
+    assert imported_by("import_engine_side", names) == []
 
 
 # --- who may import whom
@@ -179,7 +175,7 @@ def lint_imports(root: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the source in which floors may be broken."""
+    """A copy of the source in which contracts may be broken."""
     root = tmp_path_factory.mktemp("house")
     for folder in ("kvtier", "kernels"):
         shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
@@ -187,7 +183,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_floors_hold() -> None:
+def test_the_import_contracts_hold() -> None:
     found = lint_imports(ROOT)
     assert found.returncode == 0, found.stdout + found.stderr
     assert " 0 broken" in found.stdout
@@ -209,7 +205,7 @@ def test_floors_hold() -> None:
         ("kvtier/format/layout.py", "import kvtier_kernels", "by connectors and by quality alone"),
     ],
 )
-def test_a_broken_floor_is_noticed(copy: Path, file: str, line: str, broken: str) -> None:
+def test_a_broken_contract_is_noticed(copy: Path, file: str, line: str, broken: str) -> None:
     path = copy / file
     before = path.read_bytes() if path.exists() else None
     try:
@@ -237,18 +233,7 @@ def test_the_core_runs_without_torch() -> None:
     files = [path for path in sources("kvtier") if not name_of(path).startswith(skipped + optional)]
     modules = sorted({name_of(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in files})
     assert {"kvtier", "kvtier.client.api", "kvtier.server", "kvtier.store.store"} <= set(modules)
-    program = (
-        "import importlib, sys\n"
-        "barred = ('torch', 'triton', 'transformers', 'tokenizers', 'gguf', 'vllm', 'lmcache', 'kvtier_kernels', 'redis')\n"
-        "for name in barred: sys.modules[name] = None\n"
-        "for name in sys.argv[1:]: importlib.import_module(name)\n"
-        "print(sorted(name for name, module in sys.modules.items() if module is not None and name.split('.')[0] in barred))\n"
-    )
-    found = subprocess.run(
-        [sys.executable, "-c", program, *modules], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
-    )
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.strip() == "[]"
+    assert imported_by("import_without_torch", modules) == []
 
 
 # --- what is written

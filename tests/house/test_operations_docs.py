@@ -227,7 +227,7 @@ def test_the_status_has_these_names() -> None:
 
 def test_exit_codes() -> None:
     text = RUN.read_text()
-    section = text[text.index("## Exit codes") : text.index("## A life")]
+    section = text[text.index("## Exit codes") : text.index("## From start to stop")]
     assert set(map(int, re.findall(r"^\| (\d) \|", section, re.MULTILINE))) == {0, *EXIT_CODES.values()}
 
 
