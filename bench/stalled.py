@@ -7,8 +7,8 @@ from typing import Any
 
 from kvtier.server import lifecycle
 from kvtier.server import main as server_main
-from kvtier.tiers.faulty import FaultyTier, Rates
 from kvtier.tiers.ssd.ssd import Ssd
+from tests.support.faulty_tier import FaultyTier, Rates
 
 
 def main() -> None:

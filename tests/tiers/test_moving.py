@@ -11,18 +11,18 @@ import pytest
 from kvtier.errors import Unavailable
 from kvtier.protocol.stops import Stop
 from kvtier.tiers import write_behind as settling
-from kvtier.tiers.faulty import FaultyTier, Rates, every
-from kvtier.tiers.memory import Memory
 from kvtier.tiers.tier import Outgoing
 from kvtier.tiers.tiering import Tiering
 from kvtier.tiers.write_behind import Budget, WriteBehind
 from tests.support.daemon import PATIENCE, until
+from tests.support.faulty_tier import FaultyTier, Rates, every
 from tests.support.inside import Inside, KiB, MiB, Space
+from tests.support.memory_tier import MemoryTier
 
 BODY = 15 * KiB  # slots of 16 KiB: 64 in an arena of 1 MiB
 
 
-class Counting(Memory):
+class Counting(MemoryTier):
     """Counts calls; refuses, or hangs, when told to."""
 
     def __init__(self, capacity: int = 64 * MiB) -> None:
@@ -59,7 +59,7 @@ class Counting(Memory):
 class Works(Inside):
     """A store over one tier."""
 
-    def __init__(self, tier: Memory | FaultyTier, budget: Budget | None = None) -> None:
+    def __init__(self, tier: MemoryTier | FaultyTier, budget: Budget | None = None) -> None:
         super().__init__()
         self.tier = tier
         self.tiering = Tiering(self.store, [tier], {tier.name: budget} if budget else None)
@@ -454,7 +454,7 @@ def test_a_cancelled_reader_takes_nothing_from_the_others(works: Works, tier: Co
 
 
 def test_whatever_the_tier_does_blocks_are_right_or_absent() -> None:
-    with Works(FaultyTier(Memory(64 * MiB), 3, every(0.1))) as works:
+    with Works(FaultyTier(MemoryTier(64 * MiB), 3, every(0.1))) as works:
         seen = 0
         for first in range(0, 240, 8):
             some = range(first, first + 8)
@@ -544,7 +544,7 @@ def test_quiet_rates_do_nothing() -> None:
 
 def test_settlers_end_with_their_store() -> None:
     with Inside() as inside:
-        lone = WriteBehind(inside.store, Memory(MiB))
+        lone = WriteBehind(inside.store, MemoryTier(MiB))
         assert lone.alive()
         lone.close(0.1)
         assert not lone.alive()

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from kvtier.errors import Lost, NotFound, Unavailable
-from kvtier.tiers.faulty import FaultyTier, Rates, every
-from kvtier.tiers.memory import Memory
 from kvtier.tiers.redis.location import make
 from kvtier.tiers.redis.redis import Redis
 from kvtier.tiers.ssd.disk import DIRECT, Disk
 from kvtier.tiers.ssd.ssd import Ssd
 from kvtier.tiers.tier import Tier
 from tests.support.daemon import PATIENCE
+from tests.support.faulty_tier import FaultyTier, Rates, every
+from tests.support.memory_tier import MemoryTier
 from tests.support.redis_servers import Server, needs_redis
 from tests.support.tiers import Town, Yard, fault_of, memory
 
@@ -65,7 +65,7 @@ class Lone(Redis):
 
 
 TIERS: dict[str, Callable[[Path, Town], Tier]] = {
-    "memory": lambda path, town: Memory(CAPACITY),
+    "memory": lambda path, town: MemoryTier(CAPACITY),
     "ssd direct": lambda path, town: _ssd(path, town),
     "ssd buffered": lambda path, town: _ssd(path, town, Buffered()),
     "redis": lambda path, town: Lone(),
@@ -306,7 +306,7 @@ def test_whole_or_absent_whatever_strikes(faulty: FaultyTier, yard: Yard) -> Non
 
 def test_the_same_seed_makes_the_same_faults(yard: Yard) -> None:
     def run(seed: int) -> list[object]:
-        tier = FaultyTier(Memory(CAPACITY), seed, every(0.2))
+        tier = FaultyTier(MemoryTier(CAPACITY), seed, every(0.2))
         said: list[object] = []
         for n in range(60):
             said += [yard.put(tier, [n]), fault_of(tier, yard, n)]
@@ -316,7 +316,7 @@ def test_the_same_seed_makes_the_same_faults(yard: Yard) -> None:
 
 
 def test_a_stalled_tier_hangs_and_goes_on(yard: Yard, tmp_path: Path) -> None:
-    tier = FaultyTier(Memory(CAPACITY), 1, QUIET)
+    tier = FaultyTier(MemoryTier(CAPACITY), 1, QUIET)
     tier.stall()
     done = threading.Event()
     writer = threading.Thread(target=lambda: (yard.put(tier, [1]), done.set()))

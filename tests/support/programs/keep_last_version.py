@@ -3,7 +3,7 @@
     PYTHONPATH=/path/to/that/version python keep_last_version.py --server kvtier.server OUT
 
 Run it with the code of the version before a change of folders or formats, not with the code under test. `kvtier.server` is the module of that
-version's server process (kvtier.daemon before version 1.0's folders). OUT gets `ssd.tar.xz` and `blocks.json`; needs redis-server, the redis library
+version's server process (kvtier.daemon where the package has no folders yet). OUT gets `ssd.tar.xz` and `blocks.json`; needs redis-server, the redis library
 and GNU tar. What the modules are called in either version is tried in turn.
 """
 

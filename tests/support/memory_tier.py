@@ -26,7 +26,7 @@ class _Kept:
     checksum: int
 
 
-class Memory:
+class MemoryTier:
     """Blocks by key."""
 
     name = "memory"
