@@ -11,4 +11,4 @@ COPY kernels/kvtier_kernels kernels/kvtier_kernels
 RUN docker/beside.sh
 WORKDIR /
 ENV PYTHONUNBUFFERED=1
-# Engines run as whom their image says; the daemon's setting `users` must know that uid. The daemon's directory is mounted at /run/kvtier.
+# The engine runs as the user that its image names; the daemon's setting `users` must have that uid. The daemon's directory is mounted at /run/kvtier.

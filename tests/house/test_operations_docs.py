@@ -63,7 +63,7 @@ STATUS = {
     "leased_bytes_total": "bytes of the slots of these blocks",
     "sealed_blocks_total": "blocks stored",
     "sealed_bytes_total": "bytes of the blocks stored",
-    "already_blocks_total": "blocks written in vain: another writer was first",
+    "already_blocks_total": "blocks written that another writer had stored first",
     "aborted_blocks_total": "slots given back unsealed",
     "evicted_blocks_total": "blocks forgotten so that others fit",
     "evicted_bytes_total": "bytes of the blocks evicted",
