@@ -1,4 +1,4 @@
-"""The command `kvtier`: what an operator or a script says to a daemon, through the client library alone.
+"""The command `kvtier`: it asks a daemon through the client library, or reads files.
 
 What each file decides:
 

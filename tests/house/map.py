@@ -49,15 +49,24 @@ def link(path: Path) -> str:
     return f"[`{name}`]({name})"
 
 
+def sides() -> dict[str, str]:
+    """Which process loads a room, where the contracts keep it out of the other one."""
+    named = {one["id"]: one for one in contracts()}
+    words = {"engine-side": "engine", "server-side": "daemon"}
+    return {room.removeprefix("kvtier."): word for id_, word in words.items() for room in named[id_]["source_modules"]}
+
+
 def table() -> str:
-    """The map in Markdown: layers from top to bottom, then what the other contracts say."""
-    lines = ["| layer | room | what it is |", "|---:|---|---|"]
-    numbered = list(zip(range(len(layers()) - 1, -1, -1), layers(), strict=True))
-    for number, rooms in numbered:
-        lines += [f"| {number} | {link(source_of(room))} | {says(source_of(room))} |" for room in rooms]
-    lines.append(f"| beside | {link(ROOT / KERNELS)} | {says(ROOT / KERNELS)} |")
-    rules = "; ".join(one["name"] for one in contracts())
-    return "\n".join(lines) + f"\n\nThe import contracts, by name: {rules}.\n"
+    """The map in Markdown: layers from top to bottom, then the names of the contracts."""
+    side = sides()
+    lines = ["| layer | room | side | what it is |", "|---:|---|---|---|"]
+    for number, rooms in zip(range(len(layers()) - 1, -1, -1), layers(), strict=True):
+        for room in rooms:
+            path = source_of(room)
+            lines.append(f"| {number} | {link(path)} | {side.get(room, 'both')} | {says(path)} |")
+    lines.append(f"| beside | {link(ROOT / KERNELS)} | engine | {says(ROOT / KERNELS)} |")
+    rules = "\n".join(f"- {one['name']}" for one in contracts())
+    return "\n".join(lines) + f"\n\nThe import contracts, by name:\n\n{rules}\n"
 
 
 def in_readme() -> str:
