@@ -84,3 +84,20 @@ def test_files_have_names_of_their_own() -> None:
         for path in package.glob("*.py"):
             found.setdefault(path.name, []).append(path.relative_to(ROOT).as_posix())
     assert not {name: paths for name, paths in found.items() if len(paths) > 1 and name not in SAME_NAME}
+
+
+MAX_COLUMNS = 120
+
+
+def prose(text: str) -> list[str]:
+    """Lines of a page that are neither code, table, heading nor made by a program."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    left_out = ("|", "#", "    ", "<!--", "`python -m bench.")
+    return [line for line in text.splitlines() if not line.startswith(left_out)]
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").glob("*.md")), ids=lambda p: p.name)
+def test_prose_fits_its_columns(path: Path) -> None:
+    """A link or a figure that is kept by a program may stand out, as it cannot be broken."""
+    for line in prose(path.read_text("utf-8")):
+        assert len(line) <= MAX_COLUMNS or "](" in line or "<!--" in line, f"{path.name}: {line}"
