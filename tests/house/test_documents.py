@@ -92,7 +92,7 @@ MAX_COLUMNS = 120
 def prose(text: str) -> list[str]:
     """Lines of a page that are neither code, table, heading nor made by a program."""
     text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    left_out = ("|", "#", "    ", "<!--", "`python -m bench.")
+    left_out = ("|", "  |", "#", "    ", "<!--", "`python -m bench.")
     return [line for line in text.splitlines() if not line.startswith(left_out)]
 
 
