@@ -51,12 +51,41 @@ def test_the_places_that_the_readme_names_exist() -> None:
                 assert re.search(rf"\b{name}\b", text), f"README looks for {name} in {path}"
 
 
-def test_the_files_that_contributing_names_exist() -> None:
-    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
-    named = re.findall(r"`((?:kvtier|kernels|tests|bench|docs|proto|packaging|docker)/[\w./]+)`", text)
-    assert len(named) > 40
-    for path in named:
-        assert "NAME" in path or (ROOT / path).exists(), f"CONTRIBUTING names {path}, which does not exist"
+FOLDERS = "kvtier|kvtier_kernels|kernels|tests|bench|docs|proto|packaging|docker"
+MADE_BY_RUNS = ("bench/out",)
+
+
+def pages() -> list[Path]:
+    """The documents of the root, of docs/ and beside tests."""
+    return [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "tests").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("path", pages(), ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_what_a_page_names_exists(path: Path) -> None:
+    """Files in backticks, modules behind `python -m`, names of kvtier's modules. CHANGELOG speaks of the past too."""
+    text = path.read_text("utf-8")
+    if path.name == "CHANGELOG.md":
+        return
+    for name in re.findall(rf"`((?:{FOLDERS})/[\w./-]+)[`:\[]", text):
+        where = ROOT / "kernels" / name if name.startswith("kvtier_kernels/") else ROOT / name
+        assert "NAME" in name or name.startswith(MADE_BY_RUNS) or where.exists(), f"{path.name} names {name}"
+    modules = set(re.findall(r"python -m ((?:bench|tests|kvtier)[\w.]*)", text))
+    modules |= set(re.findall(r"(?<![/\w.-])(kvtier(?:_kernels)?(?:\.[a-z_]+)+)(?![\w/-])", text))
+    for module in modules - {"kvtier.sock", "kvtier.toml", "kvtier.service", "kvtier.v1", "kvtier.key"}:
+        assert is_module(module), f"{path.name} names {module}"
+
+
+def is_module(name: str) -> bool:
+    """Whether this is a module or package of the repository, or a name inside one."""
+    parts = name.split(".")
+    root = ROOT / "kernels" if parts[0] == "kvtier_kernels" else ROOT
+    if parts[-1] == "md":
+        return (root / "/".join(parts[:-1])).with_suffix(".md").exists()
+    whole, outer = root.joinpath(*parts), root.joinpath(*parts[:-1])
+    if whole.is_dir() or whole.with_suffix(".py").is_file():
+        return True
+    file = outer.with_suffix(".py")
+    return file.is_file() and re.search(rf"\b{parts[-1]}\b", file.read_text("utf-8")) is not None
 
 
 def test_each_invariant_names_tests_that_exist() -> None:
@@ -96,7 +125,7 @@ def prose(text: str) -> list[str]:
     return [line for line in text.splitlines() if not line.startswith(left_out)]
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").glob("*.md")), ids=lambda p: p.name)
+@pytest.mark.parametrize("path", pages(), ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_prose_fits_its_columns(path: Path) -> None:
     """A link or a figure that is kept by a program may stand out, as it cannot be broken."""
     for line in prose(path.read_text("utf-8")):
