@@ -31,7 +31,7 @@ from kvtier.format.slots import MIN_SLABS, SLAB_BYTES
 from kvtier.protocol.frames import HEADER, MAX_BODY, Verb, pack, receive
 from kvtier.protocol.v1 import kvtier_pb2 as pb
 from kvtier.server.settings import MIN_ARENA
-from kvtier.store.slabs import Slabs
+from kvtier.store.allocator import Slabs
 
 BATCH = 32
 HASH = 32  # bytes of one content hash

@@ -7,13 +7,13 @@ from typing import Any
 
 from kvtier.server import main as server_main
 from kvtier.store import store
-from kvtier.store.order import Order
+from kvtier.store.eviction import Eviction
 
 
 def main() -> None:
     """Runs it."""
-    order: Any = partial(Order, learns=False)
-    store.Order = order  # type: ignore[misc]
+    order: Any = partial(Eviction, learns=False)
+    store.Eviction = order  # type: ignore[misc]
     server_main.main()
 
 

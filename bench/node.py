@@ -15,7 +15,7 @@ from bench.harness import Child, now
 from bench.live import DEADLINE, arena_for, slot_bytes
 from bench.mixes import Request
 from kvtier.client.api import Client
-from kvtier.store.slabs import Slabs
+from kvtier.store.allocator import Slabs
 
 CHUNK = 50  # requests that an engine is told at once
 

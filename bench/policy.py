@@ -16,7 +16,7 @@ import typer
 
 from bench.harness import ROOT, progress
 from kvtier.cli.simulator import POLICIES, SHARES, belady, distinct, hit_ratio, load
-from kvtier.store import policy
+from kvtier.store import eviction
 
 TRACES = ("conversation", "agents", "one_shot")
 Row = tuple[str, int, int, str, float, float]
@@ -75,7 +75,7 @@ def draw(rows: list[Row], path: Path) -> None:
 
 @app.command()
 def main(
-    out: Annotated[Path, typer.Option(help="folder for policy.csv and policy.png")] = ROOT / "bench" / "results",
+    out: Annotated[Path, typer.Option(help="folder for eviction.csv and eviction.png")] = ROOT / "bench" / "results",
 ) -> None:
     """Replay all traces with all policies."""
     rows = measure()
@@ -87,11 +87,11 @@ def main(
     lines += [
         f"{trace},{share},{blocks},{name},{ratio:.4f},{cpu:.2f}" for trace, share, blocks, name, ratio, cpu in rows
     ]
-    (out / "policy.csv").write_text("\n".join(lines) + "\n")
+    (out / "eviction.csv").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
-    print(f"ghosts: {policy.GHOSTS * 8} bytes a block held; missed: {'; '.join(missed(rows)) or 'none'}")
+    print(f"ghosts: {eviction.GHOSTS * 8} bytes a block held; missed: {'; '.join(missed(rows)) or 'none'}")
     try:
-        draw(rows, out / "policy.png")
+        draw(rows, out / "eviction.png")
     except ImportError:
         print("no curves: matplotlib is not installed", file=sys.stderr)
 

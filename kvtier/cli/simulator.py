@@ -1,7 +1,7 @@
 """What an order of eviction is worth, judged on a trace of requests: behind `kvtier replay TRACE --bytes N`.
 
 One rule: hit ratio = blocks of the unbroken prefix that are present / all blocks referenced; a request's blocks are then put or used, the tail first.
-Policies are LRU, S3-FIFO and ARC as in their papers, Belady, which knows the future, and kvtier's (`policy.Reuse`). Traces are Mooncake's JSON
+Policies are LRU, S3-FIFO and ARC as in their papers, Belady, which knows the future, and kvtier's (`eviction.Reuse`). Traces are Mooncake's JSON
 lines or the columns that `save` writes. Numbers only: no bytes of blocks, no daemon. One process, one thread.
 """
 
@@ -20,7 +20,8 @@ import numpy as np
 from kvtier.errors import Invalid
 from kvtier.format.layout import Extents, attention
 from kvtier.format.slots import default_slab
-from kvtier.store import policy
+from kvtier.store import eviction
+from kvtier.store.ledger import USES
 
 BELADY = "belady"
 SHARES = (1, 2, 5, 10, 20, 40)  # percent of the distinct blocks
@@ -178,18 +179,16 @@ class Arc:
 
 
 class Kvtier:
-    """kvtier's order: of the oldest blocks of every rank the one that is worth least goes; see `policy.Reuse`."""
+    """kvtier's order: of the oldest blocks of every rank the one that is worth least goes; see `eviction.Reuse`."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._tick = 0
-        self._lists: list[OrderedDict[int, int]] = [
-            OrderedDict() for _ in range(policy.RANKS)
-        ]  # block -> tick of its last use
+        self._lists: list[OrderedDict[int, int]] = [OrderedDict() for _ in range(USES)]  # block -> tick of its last use
         self._rank: dict[int, int] = {}
-        self._reuse = policy.Reuse()
-        self._ghosts = policy.Ghosts(capacity)
-        self._step = max(policy.MIN_STEP, capacity // 2)
+        self._reuse = eviction.Reuse()
+        self._ghosts = eviction.Ghosts(capacity)
+        self._step = max(eviction.MIN_STEP, capacity // 2)
         self._lesson = self._step
 
     def has(self, block: int) -> bool:
@@ -212,7 +211,7 @@ class Kvtier:
 
     def _ranks(self, blocks: Sequence[int]) -> list[int]:
         """The rank of each block after this use, never more than its head's."""
-        ranks, low, tick = [], policy.RANKS - 1, self._tick
+        ranks, low, tick = [], USES - 1, self._tick
         absent = [block for block in blocks if block not in self._rank]
         back = self._ghosts.recall([mixed(block) for block in absent]) if absent else {}
         ghosts = {absent[i]: ghost for i, ghost in back.items()}
@@ -238,19 +237,19 @@ class Kvtier:
         for rank, blocks in enumerate(self._lists):
             if blocks:
                 then = next(iter(blocks.values()))
-                offer = (worth[rank][policy.bucket(tick - then)], then)
+                offer = (worth[rank][eviction.bucket(tick - then)], then)
                 if offer < least:
                     least, giver = offer, rank
         block, then = self._lists[giver].popitem(last=False)
         del self._rank[block]
         gone = self._ghosts.remember([mixed(block)], [giver], [then])
         if len(gone):
-            self._reuse.gone(policy.rank_of(gone), tick - policy.tick_of(gone))
+            self._reuse.gone(eviction.rank_of(gone), tick - eviction.tick_of(gone))
 
     def _learn(self) -> None:
-        ranks = np.repeat(np.arange(policy.RANKS), [len(blocks) for blocks in self._lists])
+        ranks = np.repeat(np.arange(USES), [len(blocks) for blocks in self._lists])
         ticks = np.array([then for blocks in self._lists for then in blocks.values()], np.int64)
-        self._reuse.learn(policy.census(ranks, self._tick - ticks) + self._ghosts.living(self._tick))
+        self._reuse.learn(eviction.census(ranks, self._tick - ticks) + self._ghosts.living(self._tick))
 
 
 POLICIES: dict[str, Callable[[int], Policy]] = {"lru": Lru, "s3-fifo": S3Fifo, "arc": Arc, "kvtier": Kvtier}

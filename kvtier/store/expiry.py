@@ -1,6 +1,6 @@
 """Times-to-live: which namespaces have one, and the thread that forgets blocks which nobody has put or used for so long.
 
-One rule: never too early. Time becomes a tick by marks that are taken while a namespace is watched (`policy.tick_before`), so what was there when its
+One rule: never too early. Time becomes a tick by marks that are taken while a namespace is watched (`eviction.tick_before`), so what was there when its
 time-to-live was set, or when the daemon started, counts as used then. Late by a sixteenth of it and 3 seconds at most; on the SSD at most as
 long again, where the block was in the arena too. Redis forgets by itself. Thread-safe; verbs that read and write blocks never come here.
 """
@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvtier.errors import Full, Invalid, Unavailable
-from kvtier.store import policy
-from kvtier.store.aging import Aging
+from kvtier.store import eviction
+from kvtier.store.eviction import Aging
 from kvtier.store.namespaces import Namespace
 from kvtier.store.store import Store
 
@@ -105,7 +105,7 @@ class Expiry:
             if watch.due(now):
                 for place, marks in zip(self._places, watch.marks, strict=True):
                     marks.append((now, place.tick()))
-                    gone += self._expire(place, handle, policy.tick_before(marks, now - watch.seconds))
+                    gone += self._expire(place, handle, eviction.tick_before(marks, now - watch.seconds))
         return gone
 
     def start(self) -> None:

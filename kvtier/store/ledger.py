@@ -15,13 +15,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.store.slabs import MAX_CLASSES
-
+MAX_CLASSES = 255  # slot sizes at a time
 FREE, RESERVED, SEALED, DOOMED = range(4)  # DOOMED: deleted while leased; its slot is free after the last release
 _GROW = 1 << 14
 _SPAN = 1 << 20
-RANKS = 8  # uses of a block that `policy` tells apart
-_FIRST = (MAX_CLASSES + 1) * RANKS  # rows below are the heads of the age lists, one per size class and rank
+USES = 8  # uses of a block that are told apart
+_FIRST = (MAX_CLASSES + 1) * USES  # rows below are the heads of the age lists, one per size class and rank
 
 
 class Ledger:
@@ -31,24 +30,24 @@ class Ledger:
         self._shards: list[dict[bytes, int]] = [{} for _ in range(256)]
         self._free: array[int] = array("I")
         self._keys: list[bytes] = []
-        self.state = array("B")
-        self.size = array("B")  # index of the size class
-        self.rank = array("B")  # below RANKS; what it was when the row was linked says in which list it stands
-        self.leases = array("I")
-        self.page = array("I")
-        self.nbytes = array("I")  # of the block
-        self.slot = array("I")  # bytes of the slot
-        self.namespace = array("I")  # handle
-        self.checksum = array("Q")  # xxh3-64 of the block, 0 while nobody has computed it
-        self.age = array("Q")  # tick of the last use
+        self._state = array("B")
+        self._size = array("B")  # index of the size class
+        self._rank = array("B")  # below USES; what it was when the row was linked says in which list it stands
+        self._leases = array("I")
+        self._page = array("I")
+        self._nbytes = array("I")  # of the block
+        self._slot = array("I")  # bytes of the slot
+        self._namespace = array("I")  # handle
+        self._checksum = array("Q")  # xxh3-64 of the block, 0 while nobody has computed it
+        self._age = array("Q")  # tick of the last use
         self._prev = array("I")
         self._next = array("I")
         self.tick = 0  # rows that were put or used so far
         self.known = 0  # sealed blocks
         self.reserved = self.reserved_bytes = 0  # rows and bytes of their slots
         self.leased = self.leased_bytes = 0  # rows that somebody leases, doomed ones too
-        self.kept: set[int] = set()  # leased rows that stand in their lists
-        self.idle = array("I", bytes(4 * (MAX_CLASSES + 1)))  # unleased sealed rows of each size class
+        self._kept: set[int] = set()  # leased rows that stand in their lists
+        self._idle = array("I", bytes(4 * (MAX_CLASSES + 1)))  # unleased sealed rows of each size class
         self._grow(_FIRST)
         for row in range(_FIRST):
             self._prev[row] = self._next[row] = row
@@ -86,7 +85,7 @@ class Ledger:
         rows = self._free[cut:].tolist()
         del self._free[cut:]
         state, sizes, rank_of, page_of, nbytes_of, slot_of, namespaces, key_of = (
-            self.state, self.size, self.rank, self.page, self.nbytes, self.slot, self.namespace, self._keys,
+            self._state, self._size, self._rank, self._page, self._nbytes, self._slot, self._namespace, self._keys,
         )  # fmt: skip
         for row, page, key, rank in zip(rows, pages, keys, ranks or bytes(n), strict=True):
             state[row] = RESERVED
@@ -97,7 +96,7 @@ class Ledger:
             namespaces[row] = handle
             key_of[row] = key
             rank_of[row] = rank
-            self.checksum[row] = 0
+            self._checksum[row] = 0
         self.reserved += n
         self.reserved_bytes += n * slot
         return rows
@@ -106,7 +105,7 @@ class Ledger:
         """Makes reserved rows known, youngest first row. False where the key is already known: that row stays reserved."""
         sealed = []
         won = []
-        state, keys, shards = self.state, self._keys, self._shards
+        state, keys, shards = self._state, self._keys, self._shards
         for row in rows:
             assert state[row] == RESERVED
             key = keys[row]
@@ -118,7 +117,7 @@ class Ledger:
                 sealed.append(False)
         self.known += len(won)
         self.reserved -= len(won)
-        self.reserved_bytes -= sum(map(self.slot.__getitem__, won))
+        self.reserved_bytes -= sum(map(self._slot.__getitem__, won))
         self._link(won)
         return sealed
 
@@ -127,67 +126,82 @@ class Ledger:
 
         `keep`: rows that nobody else leases stay at their age, unless somebody leases them without `keep` meanwhile.
         """
-        leases = self.leases
+        leases = self._leases
         idle = [row for row in rows if not leases[row]]
         for row in rows:
             leases[row] += 1
         if keep:
-            self.kept.update(idle)
+            self._kept.update(idle)
             for row in idle:
-                self.idle[self.size[row]] -= 1
+                self._idle[self._size[row]] -= 1
         else:
-            self._unlink([*self._end_keeping(rows), *idle] if self.kept else idle)
-        fresh = sum(map(self.slot.__getitem__, idle))
+            self._unlink([*self._end_keeping(rows), *idle] if self._kept else idle)
+        fresh = sum(map(self._slot.__getitem__, idle))
         self.leased += len(idle)
         self.leased_bytes += fresh
         return fresh
 
     def release(self, rows: Sequence[int]) -> tuple[int, list[int]]:
         """One holder less. Returns the bytes of slots that nobody holds now, and the doomed rows among them: nobody needs these any more."""
-        leases, state = self.leases, self.state
+        leases, state = self._leases, self._state
         for row in rows:
             assert leases[row] > 0
             leases[row] -= 1
         idle = [row for row in rows if not leases[row]]
         sealed = [row for row in idle if state[row] == SEALED]
         doomed = [row for row in idle if state[row] != SEALED] if len(sealed) < len(idle) else []
-        back = self._end_keeping(idle) if self.kept else ()
+        back = self._end_keeping(idle) if self._kept else ()
         self._link([row for row in sealed if row not in back] if back else sealed)
-        gone = sum(map(self.slot.__getitem__, idle))
+        gone = sum(map(self._slot.__getitem__, idle))
         self.leased -= len(idle)
         self.leased_bytes -= gone
         return gone, doomed
 
+    def idle(self, size: int) -> int:
+        """How many unleased sealed rows a size class has."""
+        return self._idle[size]
+
+    def idle_rows(self, keys: Sequence[bytes], tick: int = 2**64 - 1) -> list[int]:
+        """Unleased rows of these keys, each given once, whose last use was at this tick or before."""
+        leases, age = self._leases, self._age
+        return [row for row in self.find_each(keys) if row is not None and not leases[row] and age[row] <= tick]
+
+    def expired(self, handle: int, tick: int, most: int) -> list[bytes]:
+        """Keys of up to `most` unleased blocks of a namespace whose last use was at this tick or before. Looks at every row."""
+        mine = (np.frombuffer(self._namespace, np.uint32) == handle) & (np.frombuffer(self._state, np.uint8) == SEALED)
+        mine &= (np.frombuffer(self._age, np.uint64) <= np.uint64(tick)) & (np.frombuffer(self._leases, np.uint32) == 0)
+        return list(map(self.key, np.flatnonzero(mine)[:most].tolist()))
+
     def youngest(self, size: int) -> int | None:
         """Tick of the youngest unleased block of a size class, None if there is none."""
-        heads = range(size * RANKS, (size + 1) * RANKS)
-        return max((self.age[row] for head in heads if (row := self._prev[head]) != head), default=None)
+        heads = range(size * USES, (size + 1) * USES)
+        return max((self._age[row] for head in heads if (row := self._prev[head]) != head), default=None)
 
     def oldest(self, size: int) -> list[tuple[int, int]]:
         """(rank, row) of the oldest unleased block of each rank of a size class that has one."""
-        first = self._next[size * RANKS : (size + 1) * RANKS]
+        first = self._next[size * USES : (size + 1) * USES]
         return [
-            (rank, row) for rank, row in enumerate(map(self._unkept, first) if self.kept else first) if row >= _FIRST
+            (rank, row) for rank, row in enumerate(map(self._unkept, first) if self._kept else first) if row >= _FIRST
         ]
 
     def from_oldest(self, row: int, n: int) -> tuple[list[int], int | None]:
         """Up to `n` unleased rows of one list and age, beginning with this one, and the row behind them, None at the young end."""
-        rows, after, ages, age = [row], self._next, self.age, self.age[row]
+        rows, after, ages, age = [row], self._next, self._age, self._age[row]
         while True:
-            row = self._unkept(after[row]) if self.kept else after[row]
+            row = self._unkept(after[row]) if self._kept else after[row]
             if row < _FIRST or ages[row] != age or len(rows) == n:
                 return rows, row if row >= _FIRST else None
             rows.append(row)
 
     def _unkept(self, row: int) -> int:
         """This row or the first behind it that nobody leases; the head of its list if there is none."""
-        while row in self.kept:
+        while row in self._kept:
             row = self._next[row]
         return row
 
     def forget(self, rows: Sequence[int]) -> list[int]:
         """Drops unleased rows, sealed, reserved or doomed. Returns their pages; the rows are void."""
-        state, leases, keys, shards = self.state, self.leases, self._keys, self._shards
+        state, leases, keys, shards = self._state, self._leases, self._keys, self._shards
         sealed = [row for row in rows if state[row] == SEALED]
         self._unlink(sealed)
         for row in sealed:
@@ -197,31 +211,66 @@ class Ledger:
         if len(sealed) < len(rows):
             reserved = [row for row in rows if state[row] == RESERVED]
             self.reserved -= len(reserved)
-            self.reserved_bytes -= sum(map(self.slot.__getitem__, reserved))
+            self.reserved_bytes -= sum(map(self._slot.__getitem__, reserved))
         for row in rows:
             assert state[row] != FREE and not leases[row]
             state[row] = FREE
             keys[row] = b""
         self._free.extend(rows)
-        return list(map(self.page.__getitem__, rows))
+        return list(map(self._page.__getitem__, rows))
 
     def doom(self, row: int) -> None:
         """A leased row leaves the index at once; `release` hands it back."""
-        assert self.state[row] == SEALED and self.leases[row]
+        assert self._state[row] == SEALED and self._leases[row]
         self._unlink(list(self._end_keeping((row,))))
         key = self._keys[row]
         del self._shards[key[0]][key]
         self.known -= 1
-        self.state[row] = DOOMED
+        self._state[row] = DOOMED
+
+    # -- what a row says
 
     def key(self, row: int) -> bytes:
         return self._keys[row]
 
+    def namespace(self, row: int) -> int:
+        """Handle of the block's namespace."""
+        return self._namespace[row]
+
+    def uses(self, row: int) -> int:
+        """How often the block was used again, as far as that is told apart (below `USES`)."""
+        return self._rank[row]
+
+    def place(self, row: int) -> tuple[int, int, int]:
+        """(page, bytes of the slot, bytes of the block)"""
+        return self._page[row], self._slot[row], self._nbytes[row]
+
+    def pages(self, rows: Iterable[int]) -> list[int]:
+        return list(map(self._page.__getitem__, rows))
+
+    def slot_bytes(self, rows: Iterable[int]) -> int:
+        """Bytes of the slots of these rows together."""
+        return sum(map(self._slot.__getitem__, rows))
+
+    def block_bytes(self, rows: Iterable[int]) -> int:
+        """Bytes of the blocks of these rows together."""
+        return sum(map(self._nbytes.__getitem__, rows))
+
+    def checksums(self, rows: Iterable[int]) -> list[int]:
+        """xxh3-64 of these blocks, 0 where nobody has computed it."""
+        return list(map(self._checksum.__getitem__, rows))
+
+    def set_checksum(self, row: int, checksum: int) -> None:
+        self._checksum[row] = checksum
+
+    def is_leased(self, row: int) -> bool:
+        return self._leases[row] > 0
+
     def is_sealed(self, row: int) -> bool:
-        return self.state[row] == SEALED
+        return self._state[row] == SEALED
 
     def is_reserved(self, row: int) -> bool:
-        return self.state[row] == RESERVED
+        return self._state[row] == RESERVED
 
     def restore(self, columns: Mapping[str, npt.NDArray[Any]], keys: list[bytes]) -> None:
         """Fills an empty ledger with sealed blocks, oldest first: columns page, nbytes, slot, size, namespace, checksum. 0.5 s a million blocks.
@@ -237,10 +286,10 @@ class Ledger:
         rows = np.sort(np.frombuffer(self._free, np.uint32)[cut:])
         del self._free[cut:]
         for name, values in columns.items():
-            column = getattr(self, name)
+            column = getattr(self, f"_{name}")
             np.frombuffer(column, column.typecode)[rows] = values
-        np.frombuffer(self.state, np.uint8)[rows] = SEALED
-        np.frombuffer(self.age, np.uint64)[rows] = np.arange(self.tick + 1, self.tick + 1 + n, dtype=np.uint64)
+        np.frombuffer(self._state, np.uint8)[rows] = SEALED
+        np.frombuffer(self._age, np.uint64)[rows] = np.arange(self.tick + 1, self.tick + 1 + n, dtype=np.uint64)
         self.tick += n
         shards, key_of = self._shards, self._keys
         for row, key in zip(rows.tolist(), keys, strict=True):
@@ -250,39 +299,39 @@ class Ledger:
         if sum(map(len, shards)) != n:
             raise ValueError("a key stands twice")
         prev, after = np.frombuffer(self._prev, np.uint32), np.frombuffer(self._next, np.uint32)
-        sizes = np.frombuffer(self.size, np.uint8)[rows]
+        sizes = np.frombuffer(self._size, np.uint8)[rows]
         for size in np.unique(sizes).tolist():
-            chain = np.concatenate(([size * RANKS], rows[sizes == size], [size * RANKS])).astype(np.uint32)
+            chain = np.concatenate(([size * USES], rows[sizes == size], [size * USES])).astype(np.uint32)
             after[chain[:-1]] = chain[1:]
             prev[chain[1:]] = chain[:-1]
-            self.idle[size] = len(chain) - 2
+            self._idle[size] = len(chain) - 2
 
     def copy_sealed(self) -> tuple[dict[str, npt.NDArray[Any]], list[bytes]]:
         """Copies of the columns of all sealed rows, their numbers as "row", and of every row's key. 20 ms a million blocks."""
-        rows = np.flatnonzero(np.frombuffer(self.state, np.uint8) == SEALED)
+        rows = np.flatnonzero(np.frombuffer(self._state, np.uint8) == SEALED)
         columns: dict[str, npt.NDArray[Any]] = {"row": rows}
         for name in ("page", "nbytes", "slot", "namespace", "checksum", "age"):
-            column = getattr(self, name)
+            column = getattr(self, f"_{name}")
             columns[name] = np.frombuffer(column, column.typecode)[rows]
         return columns, self._keys.copy()
 
     def slab_ages(self, size: int, slab_pages: int) -> dict[int, float]:
         """Mean tick of the blocks of each slab of a size class in which nothing is leased, reserved or doomed. Costs 2 ms at a million rows."""
-        state, sizes = np.frombuffer(self.state, np.uint8), np.frombuffer(self.size, np.uint8)
+        state, sizes = np.frombuffer(self._state, np.uint8), np.frombuffer(self._size, np.uint8)
         mine = np.flatnonzero((sizes == size) & (state != FREE))
-        slabs = np.frombuffer(self.page, np.uint32)[mine] // slab_pages
+        slabs = np.frombuffer(self._page, np.uint32)[mine] // slab_pages
         if not len(mine):
             return {}
-        held = (np.frombuffer(self.leases, np.uint32)[mine] > 0) | (state[mine] != SEALED)
+        held = (np.frombuffer(self._leases, np.uint32)[mine] > 0) | (state[mine] != SEALED)
         count = np.bincount(slabs)
-        mean = np.bincount(slabs, np.frombuffer(self.age, np.uint64)[mine].astype(np.float64)) / np.maximum(count, 1)
+        mean = np.bincount(slabs, np.frombuffer(self._age, np.uint64)[mine].astype(np.float64)) / np.maximum(count, 1)
         pinned = np.bincount(slabs, held)
         return {int(slab): float(mean[slab]) for slab in np.flatnonzero((count > 0) & (pinned == 0))}
 
     def rows_of_slab(self, size: int, first_page: int, pages: int) -> list[int]:
         """Sealed rows whose slots lie in these pages."""
-        page = np.frombuffer(self.page, np.uint32)
-        state, sizes = np.frombuffer(self.state, np.uint8), np.frombuffer(self.size, np.uint8)
+        page = np.frombuffer(self._page, np.uint32)
+        state, sizes = np.frombuffer(self._state, np.uint8), np.frombuffer(self._size, np.uint8)
         found: list[int] = np.flatnonzero(
             (page >= first_page) & (page < first_page + pages) & (state == SEALED) & (sizes == size)
         ).tolist()
@@ -290,34 +339,36 @@ class Ledger:
 
     def snapshot(self) -> tuple[bytes, bytes, bytes]:
         """Copies of what `by_namespace` counts: 9 bytes a row, 1 ms at a million rows."""
-        return self.state.tobytes(), self.namespace.tobytes(), self.nbytes.tobytes()
+        return self._state.tobytes(), self._namespace.tobytes(), self._nbytes.tobytes()
 
     def rows_of_namespace(self, namespace: int, most: int) -> list[int]:
         """Up to `most` sealed rows of a namespace."""
-        mine = (np.frombuffer(self.namespace, np.uint32) == namespace) & (np.frombuffer(self.state, np.uint8) == SEALED)
+        mine = (np.frombuffer(self._namespace, np.uint32) == namespace) & (
+            np.frombuffer(self._state, np.uint8) == SEALED
+        )
         found: list[int] = np.flatnonzero(mine)[:most].tolist()
         return found
 
     def handles(self) -> set[int]:
         """Handles of all namespaces that hold a row, sealed or not."""
-        taken = np.frombuffer(self.state, np.uint8) != FREE
-        return set(np.unique(np.frombuffer(self.namespace, np.uint32)[taken]).tolist())
+        taken = np.frombuffer(self._state, np.uint8) != FREE
+        return set(np.unique(np.frombuffer(self._namespace, np.uint32)[taken]).tolist())
 
     def held_rows(self) -> dict[int, int]:
         """{row: leases} of every leased row."""
-        leases = np.frombuffer(self.leases, np.uint32)
+        leases = np.frombuffer(self._leases, np.uint32)
         rows = np.flatnonzero(leases)
         return dict(zip(rows.tolist(), leases[rows].tolist(), strict=True))
 
     def reserved_rows(self) -> set[int]:
-        return set(np.flatnonzero(np.frombuffer(self.state, np.uint8) == RESERVED).tolist())
+        return set(np.flatnonzero(np.frombuffer(self._state, np.uint8) == RESERVED).tolist())
 
     def check_integrity(self) -> dict[int, int]:
         """Asserts that index, columns and age lists agree. Returns {page: row} of every taken slot."""
         indexed = {row: key for shard in self._shards for key, row in shard.items()}
         assert len(indexed) == self.known
-        slot, leases = np.frombuffer(self.slot, np.uint32), np.frombuffer(self.leases, np.uint32)
-        waiting = np.frombuffer(self.state, np.uint8) == RESERVED
+        slot, leases = np.frombuffer(self._slot, np.uint32), np.frombuffer(self._leases, np.uint32)
+        waiting = np.frombuffer(self._state, np.uint8) == RESERVED
         assert (self.leased, self.leased_bytes) == (
             int(np.count_nonzero(leases)),
             int(slot[leases > 0].sum(dtype=np.uint64)),
@@ -332,32 +383,32 @@ class Ledger:
             row, before, age = self._next[head], head, 0
             while row != head:
                 assert row not in listed and self._prev[row] == before, "an age list is broken"
-                assert self.size[row] * RANKS + self.rank[row] == head and self.state[row] == SEALED
-                assert bool(self.leases[row]) == (row in self.kept)
-                assert self.age[row] >= age, "an age list is out of order"
+                assert self._size[row] * USES + self._rank[row] == head and self._state[row] == SEALED
+                assert bool(self._leases[row]) == (row in self._kept)
+                assert self._age[row] >= age, "an age list is out of order"
                 listed.add(row)
-                before, age, row = row, self.age[row], self._next[row]
+                before, age, row = row, self._age[row], self._next[row]
             assert self._prev[head] == before
-        assert self.kept <= listed and sum(self.idle) == len(listed) - len(self.kept)
+        assert self._kept <= listed and sum(self._idle) == len(listed) - len(self._kept)
         pages: dict[int, int] = {}
         free = set(self._free)
-        for row in range(_FIRST, len(self.state)):
-            state = self.state[row]
+        for row in range(_FIRST, len(self._state)):
+            state = self._state[row]
             assert (state == FREE) == (row in free)
             if state == FREE:
                 continue
             assert (state == SEALED) == (row in indexed) and (row not in indexed or indexed[row] == self._keys[row])
-            assert (state == SEALED and (not self.leases[row] or row in self.kept)) == (row in listed)
-            assert self.leases[row] or state != DOOMED
-            assert self.page[row] not in pages, "two rows share a slot"
-            pages[self.page[row]] = row
+            assert (state == SEALED and (not self._leases[row] or row in self._kept)) == (row in listed)
+            assert self._leases[row] or state != DOOMED
+            assert self._page[row] not in pages, "two rows share a slot"
+            pages[self._page[row]] = row
         return pages
 
     def _grow(self, rows: int) -> None:
         """More rows. All or nothing: columns of unequal length would not go together."""
         first = len(self._keys)
         columns = (
-            self.state, self.size, self.rank, self.leases, self.page, self.nbytes, self.slot, self.namespace, self.checksum, self.age,
+            self._state, self._size, self._rank, self._leases, self._page, self._nbytes, self._slot, self._namespace, self._checksum, self._age,
             self._prev, self._next,
         )  # fmt: skip
         try:
@@ -373,10 +424,10 @@ class Ledger:
 
     def _end_keeping(self, rows: Iterable[int]) -> set[int]:
         """Those of these rows that were kept are unleased rows again, as far as the lists go. Returns them."""
-        back = self.kept.intersection(rows)
-        self.kept -= back
+        back = self._kept.intersection(rows)
+        self._kept -= back
         for row in back:
-            self.idle[self.size[row]] += 1
+            self._idle[self._size[row]] += 1
         return back
 
     def _link(self, rows: Sequence[int]) -> None:
@@ -386,14 +437,14 @@ class Ledger:
             self.tick,
             self._prev,
             self._next,
-            self.size,
-            self.rank,
-            self.age,
-            self.idle,
+            self._size,
+            self._rank,
+            self._age,
+            self._idle,
         )
         for row in reversed(rows):
             size = sizes[row]
-            head = size * RANKS + ranks[row]
+            head = size * USES + ranks[row]
             last = prev[head]
             after[last] = prev[head] = row
             prev[row] = last
@@ -402,7 +453,7 @@ class Ledger:
             idle[size] += 1
 
     def _unlink(self, rows: Sequence[int]) -> None:
-        prev, after, sizes, idle = self._prev, self._next, self.size, self.idle
+        prev, after, sizes, idle = self._prev, self._next, self._size, self._idle
         for row in rows:
             before, next_ = prev[row], after[row]
             after[before] = next_

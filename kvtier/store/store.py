@@ -11,25 +11,49 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Protocol
 
 from kvtier.errors import Full, Invalid, Lost, Stale
 from kvtier.format.block import header_template, headers
-from kvtier.format.layout import HEADER_BYTES, SLOT_ALIGN
+from kvtier.format.layout import HEADER_BYTES, SLOT_ALIGN, Extents
 from kvtier.protocol.stops import PRESENT, Stop
-from kvtier.store import policy
 from kvtier.store.accounts import Account, Reservation, Tenant
-from kvtier.store.aging import Aging
+from kvtier.store.allocator import Allocator, Slabs
 from kvtier.store.arena import Arena
+from kvtier.store.counters import Counters
+from kvtier.store.eviction import PIN_SHARE, SESSION_SHARE, TENANT_SHARE, Aging, Eviction
 from kvtier.store.ledger import Ledger, by_namespace
-from kvtier.store.movers import Lower, Movers
 from kvtier.store.namespaces import Namespace, Namespaces
-from kvtier.store.order import Order
-from kvtier.store.room import Counters, Room
-from kvtier.store.slabs import Slabs
 
 _LOOK = 512  # keys of one question to the tiers below
 _DROP_STEP = 2048  # blocks forgotten in one hold of the lock: about 5 ms
+
+
+class Lower(Protocol):
+    """What lies below the arena, as far as the store asks. None of these waits for a disk or a network; all are called without the store's lock,
+    but for `find` and `unsure`, which take no lock of their own."""
+
+    def find(self, keys: Sequence[bytes]) -> list[bool]:
+        """For each key whether it is known down there."""
+
+    def unsure(self, keys: Sequence[bytes]) -> list[bool]:
+        """For each key whether `find` may say more in some milliseconds."""
+
+    def offer(self, keys: Sequence[bytes], namespace: Namespace) -> None:
+        """These blocks were sealed."""
+
+    def offer_again(self, keys: Sequence[bytes], handle: int, tenant: str) -> None:
+        """These blocks, of one namespace, were used for the second time: what was left out of a tier may be worth its bytes now."""
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """These blocks are to be forgotten."""
+
+    def drop(self, namespace: Namespace) -> int:
+        """All blocks of a namespace are to be forgotten; how many there were."""
+
+    def handles(self) -> set[int]:
+        """Handles of the namespaces that have blocks there."""
 
 
 class Store:
@@ -43,20 +67,18 @@ class Store:
         self.counters = Counters()
         self._slabs = Slabs(arena.nbytes)
         self._ledger = Ledger()
-        self._order = Order(self._ledger)
-        self._room = Room(arena, self._slabs, self._ledger, self._order, self.counters, poison)
+        self._eviction = Eviction(self._ledger)
+        self._allocator = Allocator(arena, self._slabs, self._ledger, self._eviction, self.counters, poison)
         self._lock = threading.Lock()
         self._tenants: dict[str, Tenant] = {}
-        self.movers = Movers(
-            arena, self._ledger, self._order, self._room, self._lock, lambda tenant: self.account(tenant, own=True)
-        )
-        self.aging = Aging(self._ledger, self._lock, self.counters, self._room.free)
+        self._moving: list[Account] = []
+        self.aging = Aging(self._ledger, self._lock, self.counters, self._allocator.free)
         self.lower: Lower | None = None
         self.namespaces = Namespaces(self._handles_in_use, self._purge)
         self.capacity = self._slabs.usable_bytes
-        self.session_cap = int(self.capacity * policy.SESSION_SHARE)
-        self.pin_cap = int(self.capacity * policy.PIN_SHARE)
-        self.tenant_cap = int(self.capacity * policy.TENANT_SHARE)
+        self.session_cap = int(self.capacity * SESSION_SHARE)
+        self.pin_cap = int(self.capacity * PIN_SHARE)
+        self.tenant_cap = int(self.capacity * TENANT_SHARE)
 
     def account(self, tenant: str, own: bool = False) -> Account:
         """A new, empty account under a tenant."""
@@ -91,10 +113,10 @@ class Store:
                 return reservation, offsets
             need = slot * len(fresh)
             self._check_caps(account, need)
-            size = self._room.size_class(slot, len(fresh))
-            pages = self._room.take(size, len(fresh))
+            size = self._allocator.size_class(slot, len(fresh))
+            pages = self._allocator.take(size, len(fresh))
             try:
-                ranks = self._order.recall(keys, present)
+                ranks = self._eviction.recall(keys, present)
                 rows = self._ledger.reserve(
                     pages, [keys[i] for i in fresh], nbytes, slot, size.index, namespace.handle, ranks
                 )
@@ -143,12 +165,12 @@ class Store:
             if checksums is not None:
                 known_sums = dict(zip(indices, checksums, strict=True))
                 for i, row in zip(good, rows, strict=True):
-                    self._ledger.checksum[row] = known_sums[i]
+                    self._ledger.set_checksum(row, known_sums[i])
             keys = list(map(self._ledger.key, rows))
             sealed = self._ledger.seal(rows)
             losers = [row for row, won in zip(rows, sealed, strict=True) if not won]
             self._close(account, reservation, good)
-            self._room.free(losers)
+            self._allocator.free(losers)
             dropped = self._undo(account, reservation, bad)
             self.counters.sealed_blocks += len(rows) - len(losers)
             self.counters.sealed_bytes += (len(rows) - len(losers)) * reservation.nbytes
@@ -212,15 +234,15 @@ class Store:
             rows = ledger.find(keys)
             stop = Stop.END if len(rows) == len(keys) else Stop.MISS
             unique = list(dict.fromkeys(rows))
-            total = sum(map(ledger.slot.__getitem__, unique))
+            total = ledger.slot_bytes(unique)
             if account.held + total > self.session_cap or account.tenant.held + total > self.tenant_cap:
                 asked = len(rows)
                 rows, unique, total = self._fit(account, rows)
                 stop = Stop.CAP if len(rows) < asked else stop
             account.held += total
-            again = self._order.used(unique)
+            again = self._eviction.used(unique)
             account.tenant.held += ledger.lease(unique)
-            offsets = [page * SLOT_ALIGN for page in map(ledger.page.__getitem__, rows)]
+            offsets = [page * SLOT_ALIGN for page in ledger.pages(rows)]
             if (
                 stop == Stop.MISS
                 and (lower := self.lower) is not None
@@ -233,16 +255,16 @@ class Store:
                 self.counters.leased_bytes += total
                 self.counters.unserved[stop] += len(keys) - len(rows)
         if again and (lower := self.lower) is not None:
-            lower.offer_again(list(map(ledger.key, again)), ledger.namespace[again[0]], account.tenant.name)
+            lower.offer_again(list(map(ledger.key, again)), ledger.namespace(again[0]), account.tenant.name)
         return rows, offsets, stop
 
     def release(self, account: Account, rows: Sequence[int]) -> None:
         """Ends a lease on these rows (each once), which the caller holds. Deleted blocks that nobody holds any more are freed."""
         with self._lock:
-            account.held -= sum(map(self._ledger.slot.__getitem__, rows))
+            account.held -= self._ledger.slot_bytes(rows)
             idle, doomed = self._ledger.release(rows)
             account.tenant.held -= idle
-            self._room.free(doomed)
+            self._allocator.free(doomed)
 
     def delete(self, keys: list[bytes]) -> int:
         """Forgets these blocks now; a leased one's slot is freed after its last lease. Returns how many were known. Reservations are untouched.
@@ -265,11 +287,102 @@ class Store:
 
     def checksums(self, rows: Sequence[int]) -> list[int]:
         """What the ledger has as digests of these rows, 0 where nobody has computed one. The caller holds a lease on them."""
-        return list(map(self._ledger.checksum.__getitem__, rows))
+        return self._ledger.checksums(rows)
 
     def learn_checksum(self, row: int, digest: int) -> None:
         """Keeps the digest of a leased block."""
-        self._ledger.checksum[row] = digest
+        self._ledger.set_checksum(row, digest)
+
+    # -- who moves blocks between the tiers. Down: hold -> copy out -> let_go. Up: make_place -> copy in -> finish_place. As a client's lease and
+    # reserve, but without caps, without ids and without counting as use. The lock is not held while bytes move.
+
+    def mover(self, tenant: str) -> Account:
+        """A new account for moving a tenant's blocks. No cap applies: who moves holds few blocks at once."""
+        made = self.account(tenant, own=True)
+        with self._lock:
+            self._moving.append(made)
+        return made
+
+    def hold(self, account: Account, keys: Sequence[bytes], most: int) -> dict[int, int]:
+        """Pins those of these keys (each once) that are in the arena, one at least and up to `most` bytes: {index: row}. `let_go` ends it."""
+        ledger = self._ledger
+        with self._lock:
+            found: dict[int, int] = {}
+            total = 0
+            for i, row in enumerate(ledger.find_each(keys)):
+                if row is None or row in account.leased:
+                    continue
+                total += ledger.slot_bytes((row,))
+                if total > most and found:
+                    break
+                found[i] = row
+            rows = list(found.values())
+            account.tenant.held += ledger.lease(rows, keep=True)
+            account.held += ledger.slot_bytes(rows)
+            account.leased.update(rows)
+            return found
+
+    def let_go(self, account: Account, rows: Sequence[int], spoiled: Collection[int] = ()) -> list[int]:
+        """Ends `hold` on these rows; those in `spoiled` are forgotten. Returns the rows that were deleted while they were held."""
+        ledger = self._ledger
+        with self._lock:
+            gone = [row for row in rows if not ledger.is_sealed(row)]
+            for row in spoiled:
+                if ledger.is_sealed(row):
+                    ledger.doom(row)
+            account.leased.difference_update(rows)
+            account.held -= ledger.slot_bytes(rows)
+            idle, doomed = ledger.release(rows)
+            account.tenant.held -= idle
+            self._allocator.free(doomed)
+            return gone
+
+    def uses(self, row: int) -> int:
+        """How often a held block was used again, as far as that is told apart."""
+        return self._ledger.uses(row)
+
+    def slot_of(self, row: int) -> tuple[memoryview, int]:
+        """The whole slot of a held or reserved row, and the bytes of its block."""
+        page, slot, nbytes = self._ledger.place(row)
+        return self.arena.memory[page * SLOT_ALIGN : page * SLOT_ALIGN + slot], nbytes
+
+    def make_place(self, account: Account, namespace: Namespace, extents: Extents, key: bytes) -> int | None:
+        """Takes a slot for a block that comes up from a lower tier: its row, None if it is here already. Raises Full, Invalid, Stale."""
+        slot = extents.slot_bytes
+        with self._lock:
+            if namespace.dropped:
+                raise Stale("this namespace was dropped")
+            if self._ledger.find_each([key])[0] is not None:
+                return None
+            size = self._allocator.size_class(slot)
+            pages = self._allocator.take(size, 1)
+            try:
+                rank = self._eviction.recall([key], [None], use=0)
+                (row,) = self._ledger.reserve(
+                    pages, [key], extents.block_bytes, slot, size.index, namespace.handle, rank
+                )
+            except BaseException:
+                self._allocator.give(pages)
+                raise
+            account.held += slot
+            account.tenant.held += slot
+            account.reserved.add(row)
+            return row
+
+    def finish_place(self, account: Account, namespace: Namespace, row: int, checksum: int | None) -> bool:
+        """Makes the block in this slot, verified against its checksum, visible; without a checksum gives the slot back. Whether it is visible."""
+        ledger = self._ledger
+        with self._lock:
+            account.reserved.discard(row)
+            slot = ledger.slot_bytes((row,))
+            account.held -= slot
+            account.tenant.held -= slot
+            if checksum is not None and not namespace.dropped:
+                ledger.set_checksum(row, checksum)
+                if ledger.seal([row])[0]:
+                    return True
+            self._allocator.free([row])
+            return False
 
     # -- operators
 
@@ -277,7 +390,7 @@ class Store:
         """Whether a known key's block is of this namespace."""
         with self._lock:
             row = self._ledger.find_each([key])[0]
-            return row is not None and self._ledger.namespace[row] == namespace.handle
+            return row is not None and self._ledger.namespace(row) == namespace.handle
 
     def drop(self, namespace: Namespace) -> int:
         """Forgets a namespace and all its blocks, in steps that leave the lock in between. Returns the number of blocks."""
@@ -312,16 +425,16 @@ class Store:
         """
         with self._lock:
             pages = self._ledger.check_integrity()
-            self._slabs.check_integrity({page: self._ledger.slot[row] for page, row in pages.items()})
+            self._slabs.check_integrity({page: self._ledger.place(row)[1] for page, row in pages.items()})
             assert self._slabs.taken_bytes() <= self.capacity
             held, reserved = self._ledger.held_rows(), self._ledger.reserved_rows()
-            total = sum(map(self._ledger.slot.__getitem__, held)) + sum(map(self._ledger.slot.__getitem__, reserved))
+            total = self._ledger.slot_bytes([*held, *reserved])
             assert sum(tenant.held for tenant in self._tenants.values()) == total, "tenants' accounts do not add up"
             self.namespaces.check_integrity(set(by_namespace(*self._ledger.snapshot())))
             if holders is not None:
                 holders = [
                     *holders,
-                    *((mover, dict.fromkeys(mover.leased, 1), set(mover.reserved)) for mover in self.movers.accounts),
+                    *((mover, dict.fromkeys(mover.leased, 1), set(mover.reserved)) for mover in self._moving),
                 ]
                 leases: Counter[int] = Counter()
                 claimed: set[int] = set()
@@ -331,13 +444,11 @@ class Store:
                     assert not claimed & waiting, "two sessions hold one reservation"
                     claimed |= waiting
                     shares[account.tenant.name] |= rows.keys() | waiting
-                    mine = sum(self._ledger.slot[row] * n for row, n in rows.items()) + sum(
-                        map(self._ledger.slot.__getitem__, waiting)
-                    )
+                    mine = self._ledger.slot_bytes([*Counter(rows).elements(), *waiting])
                     assert account.held == mine, f"account says {account.held}, session holds {mine}"
                 assert dict(leases) == held and claimed == reserved, "a lease or reservation without a holder"
                 for name, share in shares.items():
-                    assert self._tenants[name].held == sum(map(self._ledger.slot.__getitem__, share)), (
+                    assert self._tenants[name].held == self._ledger.slot_bytes(share), (
                         f"the account of tenant {name} does not add up"
                     )
 
@@ -378,8 +489,8 @@ class Store:
         for i, row in enumerate(rows):
             if row in seen:
                 continue
-            slot = self._ledger.slot[row]
-            fresh += 0 if self._ledger.leases[row] else slot
+            slot = self._ledger.slot_bytes((row,))
+            fresh += 0 if self._ledger.is_leased(row) else slot
             if total + slot > room or fresh > tenant_room:
                 return rows[:i], list(seen), total
             seen[row] = None
@@ -388,17 +499,19 @@ class Store:
 
     def _forget(self, rows: Sequence[int]) -> None:
         """Takes sealed rows out of the index; slots of leased ones follow after their last lease."""
-        leases = self._ledger.leases
+        ledger, idle = self._ledger, []
         for row in rows:
-            if leases[row]:
-                self._ledger.doom(row)
-        self._room.free([row for row in rows if not leases[row]])
+            if ledger.is_leased(row):
+                ledger.doom(row)
+            else:
+                idle.append(row)
+        self._allocator.free(idle)
         self.counters.deleted_blocks += len(rows)
 
     def _undo(self, account: Account, reservation: Reservation, indices: Sequence[int]) -> int:
         """Frees the slots of what is open among these entries. Returns how many."""
         rows = self._close(account, reservation, indices, reservation.lost)
-        self._room.free(rows)
+        self._allocator.free(rows)
         self.counters.aborted_blocks += len(rows)
         return len(rows)
 
@@ -411,12 +524,12 @@ class Store:
             row = reservation.rows[i]
             if row is not None:
                 reservation.rows[i] = None
-                slot = self._ledger.slot[row]
-                account.held -= slot
-                account.tenant.held -= slot
                 rows.append(row)
                 if closed is not None:
                     closed.add(i)
+        slots = self._ledger.slot_bytes(rows)
+        account.held -= slots
+        account.tenant.held -= slots
         return rows
 
     def _write_heads(

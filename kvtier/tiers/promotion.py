@@ -113,7 +113,7 @@ class Promoter:
                 self._wake.notify_all()
 
     def _promote(self, key: bytes, namespace: Namespace, extents: Extents) -> None:
-        movers = self._store.movers
+        movers = self._store
         mover = self._mover(namespace.tenant)
         try:
             row = movers.make_place(mover, namespace, extents, key)
@@ -138,7 +138,7 @@ class Promoter:
         with self._wake:
             mover = self._movers.get(tenant)
             if mover is None:
-                mover = self._movers[tenant] = self._store.movers.account(tenant)
+                mover = self._movers[tenant] = self._store.mover(tenant)
             return mover
 
     def _read(self, key: bytes, slot: memoryview, nbytes: int) -> tuple[int | None, Tier | None]:

@@ -1,7 +1,7 @@
 """Copies sealed blocks down, in the background: the only way into a lower tier.
 
 A bounded queue of keys; one thread leases, checks or computes the checksum, lets the tier write, releases. What the queue has no room for, a scarce
-budget (`policy.admit`) or a tier that refuses is counted and left out: settling may be dropped, never waited for by a writer. `flush` waits in its
+budget (`eviction.admit`) or a tier that refuses is counted and left out: settling may be dropped, never waited for by a writer. `flush` waits in its
 deadline for what it names, and that is always worth its bytes. Blocks are held (a sixteenth of the arena at most) only while the tier writes.
 Thread-safe; never holds its lock while the tier works.
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from kvtier.errors import KvtierError, Lost
 from kvtier.format.block import digest, verify
-from kvtier.store import policy
+from kvtier.store import eviction
 from kvtier.store.accounts import Account
 from kvtier.store.namespaces import Namespace
 from kvtier.store.store import Store
@@ -212,9 +212,9 @@ class WriteBehind:
         tenant = batch[0][1].tenant
         mover = self._movers.get(tenant)
         if mover is None:
-            mover = self._movers[tenant] = self._store.movers.account(tenant)
+            mover = self._movers[tenant] = self._store.mover(tenant)
         mine = [entry for entry in batch if entry[1].tenant == tenant]
-        rows = self._store.movers.hold(mover, [key for key, _ in mine], self._batch_bytes)
+        rows = self._store.hold(mover, [key for key, _ in mine], self._batch_bytes)
         spoiled: set[int] = set()
         gone: list[int] = []
         try:
@@ -226,7 +226,7 @@ class WriteBehind:
             }
             self._write(list(outgoing.values()))
         finally:
-            gone = self._store.movers.let_go(mover, list(rows.values()), spoiled)
+            gone = self._store.let_go(mover, list(rows.values()), spoiled)
         if gone:  # deleted while they were written
             self._tier.delete([outgoing[row].key for row in gone if row in outgoing])
         last = max(rows, default=len(mine) - 1)
@@ -234,14 +234,14 @@ class WriteBehind:
 
     def _admitted(self, key: bytes, row: int) -> bool:
         """Whether a held block is worth its bytes; one that a flush asks for always is."""
-        if key in self._asked or policy.admit(self._store.movers.rank(row), self._budget.left(time.monotonic())):
+        if key in self._asked or eviction.admit(self._store.uses(row), self._budget.left(time.monotonic())):
             return True
         self.dropped_blocks += 1
         return False
 
     def _outgoing(self, row: int, key: bytes, namespace: Namespace, spoiled: set[int]) -> Outgoing | None:
         """A held block on its way down; None, and the row among the spoiled, if it is no longer what was sealed."""
-        slot, nbytes = self._store.movers.slot_of(row)
+        slot, nbytes = self._store.slot_of(row)
         checksum = self._store.checksums([row])[0]
         try:
             verify(slot[:nbytes], key, checksum or None)

@@ -12,7 +12,8 @@ import pytest
 from kvtier.client.api import WHOLE, Client
 from kvtier.errors import Full, Invalid, Unavailable
 from kvtier.server.sessions import Session
-from kvtier.store import aging, expiry
+from kvtier.store import eviction as aging
+from kvtier.store import expiry
 from kvtier.store.expiry import MAX_TTL, MAX_TTLS, Expiry
 from kvtier.tiers.ssd import directory, inspection
 from kvtier.tiers.ssd.disk import Disk
@@ -106,7 +107,7 @@ def test_what_is_on_its_way_down_is_spared_until_it_is_let_go(inside: Inside, cl
     session, space = inside.session(), inside.space()
     inside.put(session, 1, space, range(2))
     clock.expiry.set(space.namespace, TTL)
-    movers = inside.store.movers
+    movers = inside.store
     account = movers.account("t")
     held = movers.hold(account, space.keys([0]), MiB)
     assert clock.to(2 * TTL) == 1 and known(inside, space, range(2)) == [0]

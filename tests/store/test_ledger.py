@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.store import ledger as module
+from kvtier.store.allocator import MAX_CLASSES
 from kvtier.store.ledger import DOOMED, FREE, RESERVED, SEALED, Ledger
-from kvtier.store.slabs import MAX_CLASSES
 
 SLOT, NBYTES = 4096, 800
 
@@ -52,7 +52,7 @@ class Book(Ledger):
         row = dict(self.oldest(size)).get(rank)
         while row is not None:
             run, row = self.from_oldest(row, 10**6)
-            assert len({self.age[one] for one in run}) == 1
+            assert len({self._age[one] for one in run}) == 1
             rows += run
         return rows
 
@@ -66,7 +66,7 @@ def integrity() -> Iterator[None]:
     yield
     for book in LIVE:
         pages = book.check_integrity()
-        assert len(pages) == sum(state != FREE for state in book.state)
+        assert len(pages) == sum(state != FREE for state in book._state)
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_forgotten_rows_are_void_and_used_again(book: Book) -> None:
     rows = book.put(1, 2, 3)
     assert book.forget(rows[:2]) == [0, 1]
     assert book.known == 1 and book.known_of(1, 2, 3) == [None, None, rows[2]]
-    assert [book.state[row] for row in rows] == [FREE, FREE, SEALED]
+    assert [book._state[row] for row in rows] == [FREE, FREE, SEALED]
     assert set(book.put(4, 5)) == set(rows[:2])
     free = book.hold(6)
     book.forget(free)
@@ -152,7 +152,7 @@ def test_the_tail_of_one_seal_is_older_than_its_head(book: Book) -> None:
     assert (rank, book.key(row)) == (0, key(3))
     run, behind = book.from_oldest(row, 2)
     assert run == book.find_each([key(3), key(2)]) and behind == book.find([key(1)])[0]
-    assert book.youngest(1) == book.age[book.find([key(4)])[0]] > book.age[row]
+    assert book.youngest(1) == book._age[book.find([key(4)])[0]] > book._age[row]
 
 
 def test_each_size_has_its_own_order(book: Book) -> None:
@@ -161,8 +161,8 @@ def test_each_size_has_its_own_order(book: Book) -> None:
     book.put(5, size=1)
     assert book.by_age(1) == [key(2), key(1), key(5)]
     assert book.by_age(MAX_CLASSES) == [key(4), key(3)]
-    assert book.idle[1] == 3 and book.idle[MAX_CLASSES] == 2
-    assert book.age[book.oldest(1)[0][1]] < book.age[book.oldest(MAX_CLASSES)[0][1]]
+    assert book._idle[1] == 3 and book._idle[MAX_CLASSES] == 2
+    assert book._age[book.oldest(1)[0][1]] < book._age[book.oldest(MAX_CLASSES)[0][1]]
 
 
 def test_a_release_makes_young_again_tails_before_heads(book: Book) -> None:
@@ -216,7 +216,7 @@ def test_a_doomed_row_leaves_the_index_at_once_and_comes_back_with_the_last_rele
     book.lease(rows[:1])
     book.doom(rows[0])
     assert book.known == 1 and book.known_of(1, 2) == [None, rows[1]]
-    assert book.state[rows[0]] == DOOMED
+    assert book._state[rows[0]] == DOOMED
     again = book.put(1)
     assert book.release(rows) == (SLOT, []), "the doomed row has a holder left"
     assert book.release(rows[:1]) == (SLOT, [rows[0]])
@@ -236,7 +236,7 @@ def test_only_a_leased_block_can_be_doomed(book: Book, state: int) -> None:
 
 def test_a_kept_row_stays_at_its_age_and_is_no_victim_meanwhile(book: Book) -> None:
     first, second, third = book.put(1), book.put(2), book.put(3)
-    assert book.lease(second, keep=True) == SLOT and book.idle[1] == 2
+    assert book.lease(second, keep=True) == SLOT and book._idle[1] == 2
     assert book.in_order() == first + third
     assert book.release(second) == (SLOT, [])
     assert book.in_order() == first + second + third, "that it was held was no use"
@@ -254,7 +254,7 @@ def test_every_kept_row_is_passed_over_wherever_it_stands(book: Book) -> None:
 def test_whoever_leases_a_kept_row_uses_it(book: Book) -> None:
     first, second = book.put(1), book.put(2)
     book.lease(first, keep=True)
-    assert book.lease(first) == 0 and not book.kept
+    assert book.lease(first) == 0 and not book._kept
     book.release(first)
     assert book.in_order() == second, "the mover still holds it"
     book.release(first)
@@ -265,7 +265,7 @@ def test_a_mover_that_comes_second_keeps_nothing(book: Book) -> None:
     first, second = book.put(1), book.put(2)
     book.lease(first)
     book.lease(first, keep=True)
-    assert not book.kept
+    assert not book._kept
     book.release(first)
     book.release(first)
     assert book.in_order() == second + first
@@ -284,12 +284,12 @@ def test_a_kept_row_can_be_doomed(book: Book) -> None:
 def test_each_rank_has_its_own_order(book: Book) -> None:
     low, high = book.put(1, 2), book.put(3, 4, ranks=bytes((5, 5)))
     assert book.by_age(rank=0) == [key(2), key(1)] and book.by_age(rank=5) == [key(4), key(3)]
-    assert [rank for rank, _ in book.oldest(1)] == [0, 5] and book.idle[1] == 4
+    assert [rank for rank, _ in book.oldest(1)] == [0, 5] and book._idle[1] == 4
     book.lease(low)
-    book.rank[low[0]] = 5
+    book._rank[low[0]] = 5
     book.release(low)
     assert book.by_age(rank=0) == [key(2)] and book.in_order(rank=5) == [*high[::-1], low[0]]
-    assert book.youngest(1) == book.age[low[0]]
+    assert book.youngest(1) == book._age[low[0]]
 
 
 # --- slabs and namespaces
@@ -350,7 +350,7 @@ class Stubborn(array):  # type: ignore[type-arg]
         super().frombytes(buffer)
 
 
-@pytest.mark.parametrize("column", ["state", "page", "checksum", "_next"])
+@pytest.mark.parametrize("column", ["_state", "_page", "_checksum", "_next"])
 def test_growth_that_finds_no_memory_can_be_tried_again(monkeypatch: pytest.MonkeyPatch, column: str) -> None:
     monkeypatch.setattr(module, "_GROW", 8)
     book = Book()

@@ -25,8 +25,8 @@ from kvtier.format.identity import request_context
 from kvtier.format.layout import HEADER_BYTES
 from kvtier.protocol.stops import PRESENT, Stop
 from kvtier.server.sessions import MAX_SOCKETS, Session
+from kvtier.store import allocator as slabs_module
 from kvtier.store import ledger as ledger_module
-from kvtier.store import slabs as slabs_module
 from kvtier.store.arena import POISON
 from tests.support.daemon import until
 from tests.support.inside import Inside, KiB, Space
@@ -368,7 +368,7 @@ class Machine(RuleBasedStateMachine):
         """Of several entries with one key in one seal, one is stored; which one is the store's business."""
         ledger = self.store._ledger
         (row,) = ledger.find([key])
-        winner = {i for i in entries if put.offsets[i] == ledger.page[row] * 4096}
+        winner = {i for i in entries if put.offsets[i] == ledger._page[row] * 4096}
         assert len(winner) == 1
         return put.written[winner.pop()][: put.space.block_bytes]
 

@@ -14,7 +14,7 @@ from kvtier.errors import Full, Invalid, Lost, Stale
 from kvtier.format.layout import HEADER_BYTES, SLOT_ALIGN
 from kvtier.format.slots import SLAB_BYTES
 from kvtier.protocol.stops import PRESENT, Stop
-from kvtier.store import slabs as slabs_module
+from kvtier.store import allocator as slabs_module
 from kvtier.store.accounts import Account, Reservation
 from kvtier.store.arena import POISON, Arena
 from kvtier.store.store import Store

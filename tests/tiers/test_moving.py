@@ -134,9 +134,9 @@ def test_sealed_blocks_are_settled_and_outlive_the_arena(works: Works) -> None:
 
 def test_settling_takes_the_checksum_once(works: Works) -> None:
     works.settle(1)
-    (row,) = works.store.movers.hold(account := works.store.movers.account("t"), works.one.keys([1]), MiB).values()
+    (row,) = works.store.hold(account := works.store.mover("t"), works.one.keys([1]), MiB).values()
     assert works.store.checksums([row]) != [0]
-    works.store.movers.let_go(account, [row])
+    works.store.let_go(account, [row])
 
 
 def test_a_hanging_tier_holds_up_nobody_and_little_of_the_arena(works: Works, tier: Counting) -> None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvtier.store.allocator import Allocator, Slabs
+from kvtier.store.counters import Counters
+from kvtier.store.eviction import Eviction
 from kvtier.store.ledger import Ledger
 from kvtier.store.namespaces import Namespace
-from kvtier.store.order import Order
-from kvtier.store.room import Counters, Room
-from kvtier.store.slabs import Slabs
 from kvtier.tiers.ssd.journal import Told
 
 MAX_SUSPECTS = 4096
@@ -66,17 +66,17 @@ class Tombstones:
         self.buried += done
 
 
-class SsdRoom(Room):
-    """Room whose evictions leave a tombstone for the journal."""
+class SsdRoom(Allocator):
+    """Allocator whose evictions leave a tombstone for the journal."""
 
     def __init__(self, slabs: Slabs, ledger: Ledger, counters: Counters, tombstones: Tombstones) -> None:
-        super().__init__(None, slabs, ledger, Order(ledger, learns=False), counters, poison=False)
+        super().__init__(None, slabs, ledger, Eviction(ledger, learns=False), counters, poison=False)
         self._tombstones = tombstones
 
     def free(self, rows: Sequence[int]) -> None:
         """Forgets rows; those that the journal knows, which have a checksum, get a tombstone."""
         for row in rows:
-            if self._ledger.checksum[row]:
+            if self._ledger.checksums((row,))[0]:
                 self._tombstones.add(self._ledger.key(row))
         super().free(rows)
 

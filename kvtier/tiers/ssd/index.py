@@ -119,7 +119,7 @@ class Index:
             records = recovery.puts(
                 [out.key for out, _ in wanted],
                 nbytes=[out.nbytes for out, _ in wanted],
-                page=[ledger.page[row] for _, row in wanted],
+                page=ledger.pages(row for _, row in wanted),
                 slot=[len(out.slot) for out, _ in wanted],
                 namespace=[self._known.number(out.namespace.handle, told) for out, _ in wanted],
                 checksum=[out.checksum for out, _ in wanted],

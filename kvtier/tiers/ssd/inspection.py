@@ -18,7 +18,7 @@ from kvtier.errors import Invalid, KvtierError, Lost
 from kvtier.format.block import verify
 from kvtier.format.identity import derive_keys, namespace_digest, parse_description
 from kvtier.format.layout import SLOT_ALIGN
-from kvtier.store.slabs import Slabs
+from kvtier.store.allocator import Slabs
 from kvtier.tiers.ssd import directory, recovery
 from kvtier.tiers.ssd.disk import APPEND, CREATE, READ, Disk
 from kvtier.tiers.ssd.journal import IndexFiles, Journal, Records, Told, files_in, frames_of

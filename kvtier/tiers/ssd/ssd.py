@@ -25,11 +25,11 @@ from kvtier.errors import Full, Invalid, Lost, NotFound, Unavailable
 from kvtier.format import block
 from kvtier.format.layout import SLOT_ALIGN
 from kvtier.format.slots import default_slab
-from kvtier.store.aging import Aging
+from kvtier.store.allocator import Slabs
+from kvtier.store.counters import Counters
+from kvtier.store.eviction import Aging
 from kvtier.store.ledger import Ledger, by_namespace
 from kvtier.store.namespaces import Namespace
-from kvtier.store.room import Counters
-from kvtier.store.slabs import Slabs
 from kvtier.tiers.health import READ, SPACE, WRITE, Health
 from kvtier.tiers.ssd import directory, recovery
 from kvtier.tiers.ssd.books import SsdRoom, SsdTotals, Suspects, Tombstones
@@ -123,7 +123,7 @@ class Ssd:
                         self._place(blocks, placed)
                     self._index.bury()
                 if placed:
-                    self._data.write([(out.slot, self._ledger.page[row] * SLOT_ALIGN) for out, row in placed])
+                    self._data.write([(out.slot, self._ledger.place(row)[0] * SLOT_ALIGN) for out, row in placed])
                     with self._index.lock:
                         self._seal(placed)
             except Full:
@@ -148,12 +148,8 @@ class Ssd:
                 row = ledger.find_each([key])[0]
                 if row is None:
                     raise NotFound("not on the SSD")
-                size, checksum, known, offset = (
-                    ledger.slot[row],
-                    ledger.checksum[row],
-                    ledger.nbytes[row],
-                    ledger.page[row] * SLOT_ALIGN,
-                )
+                (page, size, known), (checksum,) = ledger.place(row), ledger.checksums([row])
+                offset = page * SLOT_ALIGN
                 ledger.lease([row])
             fault: Exception | None = None
             try:
@@ -230,7 +226,7 @@ class Ssd:
         """Asserts that index and slots agree, with each other and with the capacity."""
         with self._lock:
             pages = self._ledger.check_integrity()
-            self._slabs.check_integrity({page: self._ledger.slot[row] for page, row in pages.items()})
+            self._slabs.check_integrity({page: self._ledger.place(row)[1] for page, row in pages.items()})
             assert self._data.nbytes + self._index.nbytes + SMALL <= self.capacity, "more bytes than the capacity"
             assert self._users or self._ledger.held_rows() == dict.fromkeys(self._quarantine, 1), (
                 "a row is held by nobody"
@@ -365,7 +361,7 @@ class Ssd:
             self._index.put(wanted)
         with self._lock:
             for out, row in wanted:
-                ledger.checksum[row] = out.checksum
+                ledger.set_checksum(row, out.checksum)
             won = [(out, row) for out, row in wanted if not out.namespace.dropped]
             sealed = ledger.seal([row for _, row in won])
             assert all(sealed), "who seals holds the index lock"
@@ -411,21 +407,21 @@ class Ssd:
         ledger.doom(row)
         ledger.lease([row])
         self._quarantine.append(row)
-        slots = min(MAX_QUARANTINED, max(1, self._slabs.usable_bytes // QUARANTINE_SHARE // ledger.slot[row]))
+        slots = min(MAX_QUARANTINED, max(1, self._slabs.usable_bytes // QUARANTINE_SHARE // ledger.slot_bytes((row,))))
         while len(self._quarantine) > slots:
             self._release(self._quarantine.pop(0))
 
     def _release(self, row: int) -> None:
         _, doomed = self._ledger.release([row])
         for gone in doomed:
-            self._ledger.checksum[gone] = 0  # it has its tombstone
+            self._ledger.set_checksum(gone, 0)  # it has its tombstone
         self._room.free(doomed)
 
     def _forget(self, rows: Sequence[int]) -> None:
         ledger = self._ledger
         for row in rows:
             self._suspects.clear(ledger.key(row))
-            if ledger.leases[row]:
+            if ledger.is_leased(row):
                 self._tombstones.add(ledger.key(row))
                 ledger.doom(row)
         self._room.free([row for row in rows if ledger.is_sealed(row)])

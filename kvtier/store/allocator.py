@@ -1,14 +1,15 @@
-"""Which slots exist and which of them are free. A slab is a run of bytes that belongs to one slot size at a time.
+"""Which slots exist, which of them are free, and who gets one when there are too few.
 
-Slots are named by their page: offset in the arena / 4 KiB. Slot sizes are exact (block rounded up to 4 KiB), so users need not know them;
-slabs move between sizes when they hold nothing, or after the store has emptied one (`drain`). Holds no data, does no I/O.
-Not thread-safe: the store holds its lock around every call.
+A slab is a run of bytes that belongs to one slot size at a time. Slots are named by their page: offset in the arena / 4 KiB. Slot sizes are exact
+(block rounded up to 4 KiB), so users need not know them; slabs move between sizes when they hold nothing. Free slots go first, then empty slabs of
+other sizes, then the slots of what is worth least (`eviction`). A request that cannot be met takes nothing and evicts nothing. Holds no data, does
+no I/O. Not thread-safe: the store holds its lock around every call.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,8 +18,10 @@ import numpy.typing as npt
 from kvtier.errors import Full, Invalid
 from kvtier.format.layout import SLOT_ALIGN
 from kvtier.format.slots import MIN_SLABS, default_slab
-
-MAX_CLASSES = 255
+from kvtier.store.arena import Arena
+from kvtier.store.counters import Counters
+from kvtier.store.eviction import Eviction, slab_to_empty, source
+from kvtier.store.ledger import MAX_CLASSES, Ledger
 
 
 @dataclass(slots=True)
@@ -222,3 +225,105 @@ class Slabs:
             self.release_slab(slab)
         del self.classes[size.slot_bytes]
         self._by_index[size.index] = None
+
+
+class Allocator:
+    """The slots of a store, and what is evicted for them.
+
+    poison   fill freed slots with 0x7F
+    """
+
+    def __init__(
+        self, arena: Arena | None, slabs: Slabs, ledger: Ledger, eviction: Eviction, counters: Counters, poison: bool
+    ) -> None:
+        self._arena = arena
+        self._slabs = slabs
+        self._ledger = ledger
+        self._eviction = eviction
+        self._counters = counters
+        self._poison = poison
+
+    def size_class(self, slot: int, n: int = 1) -> SizeClass:
+        """The class of this slot size. When all are taken, the one that was used longest ago goes, of those with nothing in use.
+
+        Raises Full where none can go, or where `n` slots could not be taken afterwards either: nothing is evicted in vain.
+        """
+        ledger, slabs = self._ledger, self._slabs
+        try:
+            return slabs.size_class(slot)
+        except Full:
+            idle = [c.index for c in slabs.classes.values() if ledger.idle(c.index) == slabs.taken(c)]
+            gone = source(0, {index: age for index in idle if (age := ledger.youngest(index)) is not None})
+            if gone is None or not self._can_take(SizeClass(0, slot), n):
+                self._counters.full += 1
+                raise
+            self._evict(self._eviction.victims(gone, ledger.idle(gone)))
+            return slabs.size_class(slot)
+
+    def take(self, size: SizeClass, n: int) -> Sequence[int]:
+        """`n` free slots of this class, evicting what is worth least. Raises Full with nothing taken and nothing evicted."""
+        if not self._can_take(size, n):
+            self._counters.full += 1
+            raise Full(
+                "full, retry: what is leased and reserved leaves too little of the arena for blocks of this size"
+            )
+        pages = self._slabs.take(size, n)
+        while len(pages) < n:
+            self._make_room(size, n - len(pages))
+            pages += self._slabs.take(size, n - len(pages))
+        return pages
+
+    def free(self, rows: Sequence[int]) -> None:
+        """Forgets rows that nobody leases and gives their slots back."""
+        if self._poison and self._arena is not None:
+            for row in rows:
+                page, slot, _ = self._ledger.place(row)
+                self._arena.poison(page * SLOT_ALIGN, slot)
+        self._slabs.give(self._ledger.forget(rows))
+
+    def give(self, pages: Sequence[int]) -> None:
+        """Slots from `take` that are not used after all."""
+        self._slabs.give(pages)
+
+    def _can_take(self, size: SizeClass, n: int) -> bool:
+        """Whether `n` slots of this class can be had by evicting all that may go. Cheap unless slabs of other sizes are needed."""
+        ledger, slabs = self._ledger, self._slabs
+        slots = len(size.free) + ledger.idle(size.index) + slabs.unowned * slabs.slots(size)
+        for other in slabs.classes.values():
+            if slots >= n:
+                break
+            if other is not size:
+                empty = sum(not slabs.used[slab] for slab in other.slabs)
+                slots += (empty + len(ledger.slab_ages(other.index, slabs.slab_pages))) * slabs.slots(size)
+        return slots >= n
+
+    def _make_room(self, size: SizeClass, n: int) -> None:
+        """Evicts up to `n` blocks of this class, or a slab of the class whose next victim is worth least. `_can_take` has found that one can go."""
+        ledger, eviction = self._ledger, self._eviction
+        eviction.learn()
+        classes = self._slabs.classes.values()
+        alone = len(classes) == 1  # as nearly always
+        least = (
+            {size.index: (0.0, 0)}
+            if alone
+            else {c.index: worth for c in classes if (worth := eviction.least(c.index)) is not None}
+        )
+        while (giver := source(size.index, least)) is not None:
+            if giver == size.index:
+                self._evict(eviction.victims(giver, n))
+                return
+            slab = slab_to_empty(ledger.slab_ages(giver, self._slabs.slab_pages))
+            if slab is not None:
+                pages = self._slabs.slab_pages
+                self._evict(ledger.rows_of_slab(giver, slab * pages, pages))
+                self._slabs.release_slab(slab)
+                self._counters.drained_slabs += 1
+                return
+            del least[giver]  # something is in use in each of its slabs
+        raise AssertionError("less room than was counted")
+
+    def _evict(self, rows: Sequence[int]) -> None:
+        self._counters.evicted_blocks += len(rows)
+        self._counters.evicted_bytes += self._ledger.block_bytes(rows)
+        self._eviction.evicted(rows)
+        self.free(rows)

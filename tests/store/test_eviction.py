@@ -5,19 +5,165 @@ What is held follows `policy`: a trace through the store hits as often as in the
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.cli.simulator import Kvtier, Lru, Requests, hit_ratio, load
-from kvtier.store import policy
+from kvtier.store import eviction
 from kvtier.store.accounts import Account
-from kvtier.store.ledger import RANKS, Ledger
-from kvtier.store.order import Order
+from kvtier.store.eviction import Eviction
+from kvtier.store.ledger import USES, Ledger
 from tests.support.daemon import content_hash
 from tests.support.inside import Inside, KiB, Space
 from tests.support.traces import DATA
+
+ages = st.dictionaries(st.integers(1, 8), st.integers(0, 20))
+
+
+def test_nobody_can_give_where_nothing_is_idle() -> None:
+    assert eviction.source(1, {}) is None
+    assert eviction.slab_to_empty({}) is None
+
+
+def test_the_class_with_the_oldest_block_gives() -> None:
+    assert eviction.source(1, {1: 30, 2: 10, 3: 20}) == 2
+    assert eviction.source(2, {1: 30, 2: 10, 3: 20}) == 2
+
+
+def test_the_own_class_gives_when_it_is_as_old_as_any() -> None:
+    """That evicts one block, where another size would lose a whole slab."""
+    assert eviction.source(3, {1: 10, 2: 10, 3: 10}) == 3
+    assert eviction.source(9, {2: 10, 1: 10}) == 1, "else the same one, whatever the order"
+
+
+def test_the_slab_that_is_oldest_on_average_is_emptied() -> None:
+    assert eviction.slab_to_empty({7: 5.0, 3: 2.5, 4: 2.5, 1: 9.0}) == 3
+
+
+@given(own=st.integers(1, 8), oldest=ages)
+def test_who_gives_has_a_block_no_younger_than_any(own: int, oldest: dict[int, int]) -> None:
+    before = dict(oldest)
+    giver = eviction.source(own, oldest)
+    assert oldest == before
+    if giver is None:
+        assert not oldest
+    else:
+        assert oldest[giver] == min(oldest.values())
+        assert giver == own or own not in oldest or oldest[own] > oldest[giver]
+
+
+@given(ages.map(lambda found: {slab: float(age) for slab, age in found.items()}))
+def test_an_emptied_slab_is_no_younger_than_any(found: dict[int, float]) -> None:
+    slab = eviction.slab_to_empty(found)
+    assert slab is None if not found else found[slab] == min(found.values())  # type: ignore[index]
+
+
+def test_shares_leave_room_for_others() -> None:
+    assert 0 < eviction.PIN_SHARE < eviction.SESSION_SHARE < eviction.TENANT_SHARE < 1
+
+
+def test_the_ssd_takes_what_was_used_again_and_the_rest_while_there_is_budget() -> None:
+    assert eviction.admit(1, 0.0) and eviction.admit(7, 0.1)
+    assert eviction.admit(0, 1.0) and not eviction.admit(0, 0.5) and not eviction.admit(0, 0.0)
+
+
+def test_the_tick_of_a_moment() -> None:
+    marks = [(10.0, 100), (20.0, 150), (30.0, 400)]
+    assert [eviction.tick_before(marks, moment) for moment in (5.0, 10.0, 29.9, 99.0)] == [0, 100, 150, 400]
+
+
+@given(st.integers(0, 2**50))
+def test_an_age_is_in_its_bucket(age: int) -> None:
+    at = eviction.bucket(age)
+    assert eviction._START[at] <= age and (age < eviction._START[at + 1] or at == eviction.BUCKETS - 1)
+    assert eviction.bucket(age) <= eviction.bucket(age + 1)
+    assert eviction.census(np.array([3]), np.array([age])).ravel()[3 * eviction.BUCKETS + at] == 1.0
+
+
+def test_before_anything_is_known_older_is_worth_less_whatever_the_rank() -> None:
+    worth = eviction.Reuse().worth
+    assert all(rank == worth[0] for rank in worth)
+    assert all(a > b for a, b in zip(worth[0][1:60], worth[0][2:61], strict=True))
+
+
+def test_a_rank_that_comes_back_is_worth_more() -> None:
+    reuse = eviction.Reuse()
+    for age in range(100, 200):
+        reuse.hit(2, age)
+    reuse.gone(np.zeros(100, np.int64), np.arange(100, 200) * 50)
+    reuse.learn(np.zeros((eviction.USES, eviction.BUCKETS)))
+    assert reuse.worth[2][eviction.bucket(120)] > 5 * reuse.worth[0][eviction.bucket(120)]
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, eviction.USES - 1), st.integers(0, 10**6)), max_size=60))
+def test_worth_never_grows_with_age_nor_falls_with_rank(seen: list[tuple[bool, int, int]]) -> None:
+    """Else a head could go before its tail."""
+    reuse = eviction.Reuse()
+    for came, rank, age in seen:
+        if came:
+            reuse.hit(rank, age)
+        else:
+            reuse.gone(np.array([rank]), np.array([age]))
+    reuse.learn(np.zeros((eviction.USES, eviction.BUCKETS)))
+    worth = np.array(reuse.worth)
+    assert np.isfinite(worth).all() and (worth >= 0).all()
+    assert (np.diff(worth, axis=1) <= 0).all() and (np.diff(worth, axis=0) >= 0).all()
+
+
+def ghost_key(n: int) -> bytes:
+    """Of the first set where there are two; each has a tag of its own."""
+    return (2 * n << 20 | n).to_bytes(8, sys.byteorder) + bytes(24)
+
+
+def test_ghosts_are_remembered_once_and_the_oldest_of_a_set_goes() -> None:
+    ghosts = eviction.Ghosts(1, 1)  # two sets of four
+    keys = list(map(ghost_key, range(5)))
+    for n, key in enumerate(keys[:4]):
+        assert not len(ghosts.remember([key], [3], [10 + n]))
+    gone = ghosts.remember([keys[4]], [7], [20])
+    assert eviction.rank_of(gone).tolist() == [3] and eviction.tick_of(gone).tolist() == [10]
+    assert ghosts.recall(keys[:1]) == {}
+    assert ghosts.recall([keys[0], keys[4], keys[2]]) == {1: (7, 20), 2: (3, 12)}
+    assert ghosts.recall(keys) == {1: (3, 11), 3: (3, 13)}
+    assert ghosts.living(100).sum() == 0
+
+
+def test_ghosts_that_wait_for_the_table_are_remembered_too() -> None:
+    ghosts = eviction.Ghosts(320, 10)
+    keys = list(map(ghost_key, range(1, 25)))
+    ghosts.remember(keys[:6], [2] * 6, range(1, 7))
+    assert ghosts.recall(keys[4:7]) == {0: (2, 5), 1: (2, 6)} and ghosts.recall(keys[4:6]) == {}
+    ghosts.remember(keys[6:24], [3] * 18, range(7, 25))
+    assert ghosts.living(100).sum() == 22
+    assert ghosts.recall([keys[0], keys[4], keys[23]]) == {0: (2, 1), 2: (3, 24)}
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.integers(0, 7), st.booleans()), max_size=120),
+    st.sampled_from([(40, 1), (200, 7), (2000, 1000)]),
+)
+def test_ghosts_never_say_what_is_not_so(steps: list[tuple[int, int, bool]], size: tuple[int, int]) -> None:
+    """Model: the last rank and tick of a key that was remembered and not recalled since; a ghost may be missing, never wrong."""
+    ghosts, model = eviction.Ghosts(*size), dict[int, tuple[int, int]]()
+    for tick, (n, rank, back) in enumerate(steps, 1):
+        if back:
+            found = ghosts.recall([ghost_key(n)])
+            assert not found or found == {0: model.get(n)}
+            model.pop(n, None)
+        elif n not in model:
+            ghosts.remember([ghost_key(n)], [rank], [tick])
+            model[n] = (rank, tick)
+
+
+def test_ghosts_cost_no_more_than_a_hundred_bytes_a_block() -> None:
+    assert eviction.Ghosts(10_000).nbytes <= 100 * 10_000
+
+
+# --- the order kept up over a real store
 
 BODY = 3 * KiB  # slots of 4 KiB
 SLOT = 4 * KiB
@@ -81,7 +227,7 @@ def test_a_store_hits_as_often_as_the_replay_says(requests: Requests, batch: int
 
 def test_the_comparison_would_see_another_order(requests: Requests, monkeypatch: pytest.MonkeyPatch) -> None:
     """An order that never learns is least recently used, and so are its hits."""
-    monkeypatch.setattr(Order, "learn", lambda self: None)
+    monkeypatch.setattr(Eviction, "learn", lambda self: None)
     ours, lru = hit_ratio(requests, Kvtier(CAPACITY)), hit_ratio(requests, Lru(CAPACITY))
     found = through_a_store(requests, 256)
     assert found == pytest.approx(lru, abs=0.002) and found < ours - 0.02
@@ -97,7 +243,7 @@ class Few(Inside):
         super().__init__(64 * SLOT)
         self.one = self.space(BODY)
         self.reader = self.store.account("t")
-        self.ledger, self.order = self.store._ledger, self.store._order
+        self.ledger, self.order = self.store._ledger, self.store._eviction
 
     def __enter__(self) -> Few:
         return self
@@ -112,7 +258,9 @@ class Few(Inside):
         self.store.release(self.reader, rows)
 
     def ranks(self, *numbers: int) -> list[int | None]:
-        return [None if row is None else self.ledger.rank[row] for row in self.ledger.find_each(self.one.keys(numbers))]
+        return [
+            None if row is None else self.ledger._rank[row] for row in self.ledger.find_each(self.one.keys(numbers))
+        ]
 
     def going(self) -> list[int]:
         """Numbers of the next victims, the first one first."""
@@ -137,7 +285,7 @@ def test_a_rank_is_how_often_a_block_was_used_again_and_never_more_than_its_head
         assert few.ranks(4, 1) == [1, 1], "no more than the block before it"
         for _ in range(10):
             few.use(1)
-        assert few.ranks(1) == [RANKS - 1]
+        assert few.ranks(1) == [USES - 1]
 
 
 def test_what_is_leased_already_is_not_used_again() -> None:
@@ -185,11 +333,11 @@ def test_what_is_held_to_be_copied_stays_in_its_place_and_rank() -> None:
         few.seal(*range(1, 9))
         few.seal(20)
         before = few.going()
-        mover = few.store.movers.account("t")
+        mover = few.store.mover("t")
         for part in (range(1, 5), range(5, 9)):
-            rows = few.store.movers.hold(mover, few.one.keys(part), 1 << 20)
+            rows = few.store.hold(mover, few.one.keys(part), 1 << 20)
             assert few.going() == [n for n in before if n not in part]
-            few.store.movers.let_go(mover, list(rows.values()))
+            few.store.let_go(mover, list(rows.values()))
         assert few.going() == before == [8, 7, 6, 5, 4, 3, 2, 1, 20] and few.ranks(*range(1, 9)) == [0] * 8
 
 
@@ -197,10 +345,10 @@ def test_a_reader_uses_what_somebody_copies() -> None:
     with Few() as few:
         few.seal(1, 2)
         few.seal(3)
-        mover = few.store.movers.account("t")
-        rows = few.store.movers.hold(mover, few.one.keys([1, 2]), 1 << 20)
+        mover = few.store.mover("t")
+        rows = few.store.hold(mover, few.one.keys([1, 2]), 1 << 20)
         few.use(1)
-        few.store.movers.let_go(mover, list(rows.values()))
+        few.store.let_go(mover, list(rows.values()))
         assert few.ranks(1, 2) == [1, 0] and few.going()[:2] == [2, 3]
 
 
@@ -211,10 +359,10 @@ def test_a_promoted_block_has_the_rank_it_had() -> None:
         few.use(1)
         for first in range(100, 180, 16):
             few.seal(*range(first, first + 16))
-        mover, (key,) = few.store.movers.account("t"), few.one.keys([1])
-        row = few.store.movers.make_place(mover, few.one.namespace, few.one.extents, key)
+        mover, (key,) = few.store.mover("t"), few.one.keys([1])
+        row = few.store.make_place(mover, few.one.namespace, few.one.extents, key)
         assert row is not None
-        assert few.store.movers.finish_place(mover, few.one.namespace, row, 7)
+        assert few.store.finish_place(mover, few.one.namespace, row, 7)
         assert few.ranks(1) == [2], "the lease that follows is its use"
 
 
@@ -222,7 +370,7 @@ def test_a_promoted_block_has_the_rank_it_had() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.integers(0, RANKS - 1), st.integers(1, 4)), min_size=1, max_size=30),
+    st.lists(st.tuples(st.integers(0, USES - 1), st.integers(1, 4)), min_size=1, max_size=30),
     st.integers(1, 40),
     st.lists(st.integers(0, 10**6), max_size=4),
     st.booleans(),
@@ -232,7 +380,7 @@ def test_victims_are_what_is_worth_least_one_after_another(
 ) -> None:
     """Naive: of the oldest of each rank the one worth least, found anew for every victim."""
     ledger = Ledger()
-    order = Order(ledger)
+    order = Eviction(ledger)
     rows: list[int] = []
     for rank, length in puts:
         keys = [(len(rows) + i).to_bytes(32, "little") for i in range(length)]
@@ -242,14 +390,16 @@ def test_victims_are_what_is_worth_least_one_after_another(
     for keep, place in enumerate(held):
         ledger.lease([rows[place % len(rows)]], keep=bool(keep % 2))
     if learned:
-        order._reuse.worth = np.sort(np.random.default_rng(n).random((RANKS, policy.BUCKETS)), 1)[:, ::-1].tolist()
-    left = {rank: [row for row in rows if ledger.rank[row] == rank and not ledger.leases[row]] for rank in range(RANKS)}
+        order._reuse.worth = np.sort(np.random.default_rng(n).random((USES, eviction.BUCKETS)), 1)[:, ::-1].tolist()
+    left = {
+        rank: [row for row in rows if ledger._rank[row] == rank and not ledger._leases[row]] for rank in range(USES)
+    }
     for mine in left.values():
-        mine.sort(key=lambda row: (ledger.age[row], -rows.index(row)))
+        mine.sort(key=lambda row: (ledger._age[row], -rows.index(row)))
     wanted: list[int] = []
     while len(wanted) < n and any(left.values()):
         price = {
-            r: (order._reuse.worth[r][policy.bucket(ledger.tick - ledger.age[m[0]])], ledger.age[m[0]], r)
+            r: (order._reuse.worth[r][eviction.bucket(ledger.tick - ledger._age[m[0]])], ledger._age[m[0]], r)
             for r, m in left.items()
             if m
         }
@@ -271,7 +421,7 @@ def test_ghosts_of_a_store_cost_no_more_than_a_hundred_bytes_a_block() -> None:
 def test_other_sizes_give_what_is_worth_less(learns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small blocks that come back after more large ones than there is room for: kept once that is learned, never where it is not."""
     if not learns:
-        monkeypatch.setattr(Order, "learn", lambda self: None)
+        monkeypatch.setattr(Eviction, "learn", lambda self: None)
     with Inside(1 << 20) as inside:
         small, large, account = inside.space(BODY), inside.space(7 * KiB), inside.store.account("t")
 

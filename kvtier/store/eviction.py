@@ -1,31 +1,31 @@
-"""Who goes first, who may hold how much, what is worth writing down: pure functions and small state objects, no clock, no I/O.
+"""Who goes first, who may hold how much, what is worth writing down, and what has not been used for too long.
 
-`order` asks for the arena, the ledger executes, `replay` judges. Blocks are told apart by how often they were used (their *rank*), and what a rank is
-worth at an age is learned from what came back; before that it is least recently used. Ranks never grow from a head to its tail and worth never grows
-with age, so tails go before heads. Pins are leases: never victims.
-Time is counted in ticks: blocks put or used since the start. Not thread-safe: the owner holds its lock.
+Blocks are told apart by how often they were used, and what a use count is worth at an age is learned from what came back; before that the order
+is least recently used. Use counts never grow from a head to its tail and worth never grows with age, so tails go before heads. Pins are leases:
+never victims. Time is counted in ticks, blocks put or used since the start: no clock, no I/O. `Eviction` reads and writes the columns of its
+ledger, of which it is the other half; nothing else does. Not thread-safe: the owner holds its lock, but for `Aging`, which takes it.
 """
 
 from __future__ import annotations
 
+import heapq
 import mmap
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.store import ledger
+from kvtier.store.counters import Counters
+from kvtier.store.ledger import SEALED, USES, Ledger
 
 SESSION_SHARE = 0.25  # of the arena, that one session may hold leased and reserved
 PIN_SHARE = 0.10  # of the arena, that operators may pin
 TENANT_SHARE = 0.50  # of the arena, that all sessions of one tenant may hold
 
 # Each constant was varied over nine traces and six sizes (docs/eviction.md); none moves the mean hit ratio by more than 0.005 when doubled or halved.
-RANKS = (
-    ledger.RANKS
-)  # 8 uses are told apart: 1 ... 7, and 8 or more. 6 and 12 do as well, 4 loses 0.004; a ghost has three bits for it
+# 8 uses are told apart: 1 ... 7, and 8 or more. 6 and 12 do as well, 4 loses 0.004; a ghost has three bits for it
 BUCKETS = 82  # of age: two an octave, up to 2**40 ticks
 PRIOR = 8.0  # blocks' worth of belief in "as likely to come back within as long again as it has waited", which is least recently used
 KEEP = (
@@ -105,11 +105,11 @@ def tick_of(ghosts: Words) -> npt.NDArray[np.int64]:
 
 
 def census(ranks: npt.NDArray[Any], ages: npt.NDArray[Any]) -> Floats:
-    """[RANKS, BUCKETS]: how many of these blocks are of each rank and age."""
+    """[USES, BUCKETS]: how many of these blocks are of each rank and age."""
     at = np.clip(np.searchsorted(_START, ages, "right") - 1, 0, BUCKETS - 1)
     return (
-        np.bincount(ranks.astype(np.int64) * BUCKETS + at, minlength=RANKS * BUCKETS)
-        .reshape(RANKS, BUCKETS)
+        np.bincount(ranks.astype(np.int64) * BUCKETS + at, minlength=USES * BUCKETS)
+        .reshape(USES, BUCKETS)
         .astype(np.float64)
     )
 
@@ -121,10 +121,10 @@ class Reuse:
     """
 
     def __init__(self) -> None:
-        self.hits = [0.0] * (RANKS * BUCKETS)
-        self.lost: Floats = np.zeros((RANKS, BUCKETS))
+        self.hits = [0.0] * (USES * BUCKETS)
+        self.lost: Floats = np.zeros((USES, BUCKETS))
         self.worth: list[list[float]] = []
-        self._price(np.zeros((RANKS, BUCKETS)), np.zeros((RANKS, BUCKETS)))
+        self._price(np.zeros((USES, BUCKETS)), np.zeros((USES, BUCKETS)))
 
     def hit(self, rank: int, age: int) -> None:
         """A block of this rank was used again after `age` ticks."""
@@ -136,7 +136,7 @@ class Reuse:
 
     def learn(self, living: Floats) -> None:
         """New prices. `living` is the census of what is held or remembered: it has waited so far. Costs about 1 ms."""
-        hits: Floats = np.array(self.hits).reshape(RANKS, BUCKETS)
+        hits: Floats = np.array(self.hits).reshape(USES, BUCKETS)
         self._price(hits, hits + self.lost + living)
         self.hits[:] = (hits * KEEP).ravel().tolist()
         self.lost *= KEEP
@@ -151,7 +151,7 @@ class Reuse:
         prior = 1.0 / np.maximum(1.0, _START[:-1] + _WIDTH / 2)
         pooled = (hits.sum(0) + PRIOR * prior * _WIDTH) / (time.sum(0) + PRIOR * _WIDTH)
         rate = (hits + PRIOR * pooled * _WIDTH) / (time + PRIOR * _WIDTH)
-        alive, spent = np.ones((RANKS, BUCKETS + 1)), np.zeros((RANKS, BUCKETS + 1))
+        alive, spent = np.ones((USES, BUCKETS + 1)), np.zeros((USES, BUCKETS + 1))
         alive[:, 1:] = np.exp(-np.minimum((rate * _WIDTH).cumsum(1), 500.0))
         spent[:, 1:] = ((alive[:, :-1] + alive[:, 1:]) / 2 * _WIDTH).cumsum(1)
         seen = int(np.flatnonzero(ends.any(0)).max(initial=8)) + 1  # no horizon beyond what was observed
@@ -238,3 +238,172 @@ class Ghosts:
 def _words(keys: Collection[bytes]) -> Words:
     """The first 8 bytes of each key as a number. All are of one length, a multiple of 8."""
     return np.frombuffer(b"".join(keys), np.uint64).reshape(len(keys), -1)[:, 0]
+
+
+_TOP = USES - 1
+
+
+class Eviction:
+    """The order of one ledger's blocks."""
+
+    def __init__(self, ledger: Ledger, learns: bool = True) -> None:
+        self._ledger = ledger
+        self._learns = learns
+        self._reuse = Reuse()
+        self._ghosts: Ghosts | None = None
+        self._blocks = 0  # that the ghosts are for
+        self._lesson = MIN_STEP
+
+    @property
+    def nbytes(self) -> int:
+        """Of the ghosts."""
+        return self._ghosts.nbytes if self._ghosts is not None else 0
+
+    def used(self, rows: Sequence[int]) -> list[int]:
+        """These blocks, head first and each once, are about to be leased. Those that somebody leases already are in use still: no use more.
+
+        Returns those that were used for the second time.
+        """
+        ledger, hits = self._ledger, self._reuse.hits
+        tick, leases, ages, ranks, kept = ledger.tick, ledger._leases, ledger._age, ledger._rank, ledger._kept
+        again: list[int] = []
+        low, at, then, before = _TOP, 0, -1, -1
+        for row in rows:
+            rank = ranks[row]
+            if leases[row] and row not in kept:
+                low = min(low, rank)
+                continue
+            age = ages[row]
+            if age != then or rank != before:  # what was used together has one age
+                then, before = age, rank
+                at = rank * BUCKETS + bucket(tick - age)
+            hits[at] += 1.0
+            if rank < low:
+                if not rank:
+                    again.append(row)
+                ranks[row] = low = rank + 1
+            elif rank > low:
+                ranks[row] = low
+        return again
+
+    def recall(self, keys: Sequence[bytes], present: Sequence[int | None], use: int = 1) -> bytes:
+        """Ranks for blocks that are put, head first: of every key the row, None where there is none. One rank for each None.
+
+        A ghost is used up by it. `use` is 0 for blocks that come up from a lower tier: the lease that follows is their use.
+        """
+        if self._ghosts is None:
+            return bytes(present.count(None))
+        absent = [key for key, row in zip(keys, present, strict=True) if row is None]
+        ghosts = self._ghosts.recall(absent)
+        if not ghosts:
+            return bytes(len(absent))
+        ranks, low, found = self._ledger._rank, _TOP, bytearray()
+        for row in present:
+            if row is not None:
+                low = min(low, ranks[row])
+                continue
+            ghost = ghosts.get(len(found))
+            if ghost is None:
+                low = 0
+            else:
+                rank, tick = ghost
+                self._reuse.hit(rank, self._ledger.tick - tick)
+                low = min(low, rank + use)
+            found.append(low)
+        return bytes(found)
+
+    def least(self, size: int) -> tuple[float, int] | None:
+        """Worth and age of the next victim of a size class, which order size classes too; None if nobody can go."""
+        return min((head[:2] for head in self._heads(size)), default=None)
+
+    def victims(self, size: int, n: int) -> list[int]:
+        """Up to `n` unleased rows of a size class, the next one first. Does not modify."""
+        heads, rows = self._heads(size), list[int]()
+        heapq.heapify(heads)
+        while heads and len(rows) < n:
+            *_, rank, row = heads[0]
+            run, following = self._ledger.from_oldest(row, n - len(rows))
+            rows += run
+            if following is None:
+                heapq.heappop(heads)
+            else:
+                heapq.heapreplace(heads, self._head(rank, following))
+        return rows
+
+    def evicted(self, rows: Sequence[int]) -> None:
+        """These are about to be forgotten for want of room: what is remembered of them."""
+        if self._ghosts is None:
+            return
+        ledger = self._ledger
+        gone = self._ghosts.remember(
+            map(ledger.key, rows), map(ledger._rank.__getitem__, rows), map(ledger._age.__getitem__, rows)
+        )
+        if len(gone):
+            self._reuse.gone(rank_of(gone), ledger.tick - tick_of(gone))
+
+    def learn(self) -> None:
+        """Before an eviction: room for ghosts, and a lesson once half as many blocks as there are were used since the last. 2 ms then."""
+        ledger = self._ledger
+        if not self._learns:
+            return
+        if self._ghosts is None or 2 * self._blocks < ledger.known:
+            self._blocks = ledger.known
+            self._ghosts = Ghosts(self._blocks)
+        if ledger.tick < self._lesson:
+            return
+        self._lesson = ledger.tick + max(MIN_STEP, ledger.known // 2)
+        stride = -(-len(ledger._state) // SAMPLE)
+        mine = np.flatnonzero(np.frombuffer(ledger._state, np.uint8)[::stride] == SEALED)
+        ranks, ages = (
+            np.frombuffer(column, column.typecode)[::stride][mine].astype(np.int64)
+            for column in (ledger._rank, ledger._age)
+        )
+        self._reuse.learn(census(ranks, ledger.tick - ages) * stride + self._ghosts.living(ledger.tick))
+
+    def _heads(self, size: int) -> list[tuple[float, int, int, int]]:
+        return [self._head(rank, row) for rank, row in self._ledger.oldest(size)]
+
+    def _head(self, rank: int, row: int) -> tuple[float, int, int, int]:
+        """(worth, age, rank, row)"""
+        age = self._ledger._age[row]
+        return self._reuse.worth[rank][bucket(self._ledger.tick - age)], age, rank, row
+
+
+STEP = 2048  # blocks of one step
+
+
+class Aging:
+    """The ages of one ledger's blocks. `forget` takes sealed, unleased rows out of it; it is called under `lock`."""
+
+    def __init__(
+        self, ledger: Ledger, lock: AbstractContextManager[Any], counters: Counters, forget: Callable[[list[int]], None]
+    ) -> None:
+        self._ledger = ledger
+        self._lock = lock
+        self._counters = counters
+        self._forget = forget
+
+    def tick(self) -> int:
+        """The ledger's tick now: what is put or used from here on is younger."""
+        with self._lock:
+            return self._ledger.tick
+
+    def expired(self, handle: int, tick: int) -> list[bytes]:
+        """Keys of up to `STEP` unleased blocks of a namespace whose last use was at this tick or before. Does not modify."""
+        with self._lock:
+            return self._ledger.expired(handle, tick, STEP)
+
+    def forget(self, keys: Sequence[bytes], tick: int) -> int:
+        """Forgets those of these blocks that are unleased and no younger still. Returns how many."""
+        with self._lock:
+            rows = self._ledger.idle_rows(keys, tick)
+            self._forget(rows)
+            self._counters.expired_blocks += len(rows)
+            return len(rows)
+
+    def renew(self, keys: Sequence[bytes]) -> None:
+        """Those of these blocks that are unleased count as used now."""
+        with self._lock:
+            rows = self._ledger.idle_rows(keys)
+            self._ledger.lease(rows)
+            self._ledger.release(rows)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvtier.errors import Full, Invalid
 from kvtier.format.layout import HEADER_BYTES, MAX_BLOCK_BYTES, SLOT_ALIGN, pad
 from kvtier.format.slots import MIN_SLABS, SLAB_BYTES
-from kvtier.store.slabs import MAX_CLASSES, SizeClass, Slabs
+from kvtier.store.allocator import MAX_CLASSES, SizeClass, Slabs
 
 KiB, MiB = 1024, 1 << 20
 
