@@ -19,9 +19,9 @@ from kvtier.errors import Full, Invalid
 from kvtier.format.layout import SLOT_ALIGN
 from kvtier.format.slots import MIN_SLABS, default_slab
 from kvtier.store.arena import Arena
-from kvtier.store.counters import Counters
 from kvtier.store.eviction import Eviction, slab_to_empty, source
 from kvtier.store.ledger import MAX_CLASSES, Ledger
+from kvtier.store.store_counters import Counters
 
 
 @dataclass(slots=True)

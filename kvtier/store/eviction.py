@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.store.counters import Counters
 from kvtier.store.ledger import SEALED, USES, Ledger
+from kvtier.store.store_counters import Counters
 
 SESSION_SHARE = 0.25  # of the arena, that one session may hold leased and reserved
 PIN_SHARE = 0.10  # of the arena, that operators may pin

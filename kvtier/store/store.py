@@ -21,10 +21,10 @@ from kvtier.protocol.stops import PRESENT, Stop
 from kvtier.store.accounts import Account, Reservation, Tenant
 from kvtier.store.allocator import Allocator, Slabs
 from kvtier.store.arena import Arena
-from kvtier.store.counters import Counters
 from kvtier.store.eviction import PIN_SHARE, SESSION_SHARE, TENANT_SHARE, Aging, Eviction
 from kvtier.store.ledger import Ledger, by_namespace
 from kvtier.store.namespaces import Namespace, Namespaces
+from kvtier.store.store_counters import Counters
 
 _LOOK = 512  # keys of one question to the tiers below
 _DROP_STEP = 2048  # blocks forgotten in one hold of the lock: about 5 ms

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvtier.store.allocator import Allocator, Slabs
-from kvtier.store.counters import Counters
 from kvtier.store.eviction import Eviction
 from kvtier.store.ledger import Ledger
 from kvtier.store.namespaces import Namespace
+from kvtier.store.store_counters import Counters
 from kvtier.tiers.ssd.journal import Told
 
 MAX_SUSPECTS = 4096

@@ -26,10 +26,10 @@ from kvtier.format import block
 from kvtier.format.layout import SLOT_ALIGN
 from kvtier.format.slots import default_slab
 from kvtier.store.allocator import Slabs
-from kvtier.store.counters import Counters
 from kvtier.store.eviction import Aging
 from kvtier.store.ledger import Ledger, by_namespace
 from kvtier.store.namespaces import Namespace
+from kvtier.store.store_counters import Counters
 from kvtier.tiers.health import READ, SPACE, WRITE, Health
 from kvtier.tiers.ssd import directory, recovery
 from kvtier.tiers.ssd.books import SsdRoom, SsdTotals, Suspects, Tombstones

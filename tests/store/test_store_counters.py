@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from kvtier.protocol.stops import Stop
-from kvtier.store.counters import Counters
+from kvtier.store.store_counters import Counters
 from tests.support.inside import Inside
 
 
