@@ -6,7 +6,7 @@ store             the verbs under one lock: reserve, seal, abort, lease, release
 ledger            which blocks are known, where they stand, who holds them
 arena             the shared memory that holds every slot, sealed against shrinking
 allocator         which slots exist and which are free; who gets one, and what is evicted for it
-eviction          which block goes next, what is worth writing down, shares of sessions and tenants, blocks too long unused
+eviction          which block goes next, what is worth writing down, shares of sessions and tenants, blocks long unused
 accounts          what callers hold, and their caps
 namespaces        registered descriptions and their handles; the nearest one, explained
 expiry            times-to-live, and the thread that acts on them

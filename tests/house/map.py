@@ -1,4 +1,4 @@
-"""The map of the rooms in README.md, made from the import contracts in pyproject.toml and from each room's own docstring.
+"""The map of the rooms in README.md, made from the import contracts in pyproject.toml and from each room's docstring.
 
 `python -m tests.house.map` writes it between the two markers in README.md; tests/house/test_documents.py compares.
 """

@@ -1,4 +1,4 @@
-"""The documents against the code: the README's map, the places it names, what each room says of its files, names of files."""
+"""The documents against the code: the README's map, places that pages name, what rooms say of their files, file names."""
 
 from __future__ import annotations
 

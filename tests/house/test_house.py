@@ -1,4 +1,4 @@
-"""The code base itself: import contracts, what may be imported where, lengths, fresh generated code, commands in the documents."""
+"""The code base itself: import contracts, who may import what, lengths, fresh generated code, commands in the documents."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LONG_FUNCTIONS: dict[str, str] = {
     "tests/quality/test_quality_report.py:test_the_commands_from_texts_to_a_verdict": "one story of two commands",
 }
 
-# Which third-party packages a file may import, by the longest matching prefix of its path. The standard library is free.
+# Third-party packages that a file may import, by the longest matching prefix of its path. The standard library is free.
 EVERYWHERE = {"kvtier", "numpy"}
 MAY_IMPORT: dict[str, set[str]] = {
     "kvtier/": EVERYWHERE,
@@ -90,7 +90,7 @@ def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]
 
 
 def imported(tree: ast.AST) -> set[str]:
-    """Full names of all modules imported anywhere in a file; for `from a import b` both a and a.b, as b may be a module."""
+    """Full names of all modules that a file imports; for `from a import b` both a and a.b, as b may be a module."""
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -160,7 +160,10 @@ def test_an_engine_loads_no_server() -> None:
 
 
 def lint_imports(root: Path) -> subprocess.CompletedProcess[str]:
-    program = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_logo=True, cache_dir=None, verbose=False))"
+    program = (
+        "import sys; from importlinter.cli import lint_imports; "
+        "sys.exit(lint_imports(no_logo=True, cache_dir=None, verbose=False))"
+    )
     environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'kernels'}"}
     return subprocess.run(
         [sys.executable, "-c", program],
@@ -227,7 +230,7 @@ def test_imports_stay_within_what_a_place_may_use(path: Path) -> None:
 
 
 def test_the_core_runs_without_torch() -> None:
-    """Imports every module of the core and of the daemon in a fresh interpreter where torch and its like cannot be imported."""
+    """Every module of the core and of the daemon, where torch and its like cannot be imported."""
     skipped = ("kvtier/quality/", "kvtier/connectors/", "kvtier/client/torch_views.py", "kvtier/server/__main__.py")
     optional = ("kvtier/tiers/redis/",)  # loaded where that tier is configured
     files = [path for path in sources("kvtier") if not name_of(path).startswith(skipped + optional)]

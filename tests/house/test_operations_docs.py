@@ -1,4 +1,5 @@
-"""docs/operations.md, docs/watch.md and packaging/ against the code: settings, metrics, status names, log lines, exit codes, alerts, the systemd unit.
+"""docs/operations.md, docs/watch.md and packaging/ against the code: settings, metrics, status, log lines, exit codes,
+alerts, the systemd unit.
 
 `python -m tests.house.test_operations_docs` writes the tables of both pages anew from the code.
 """
@@ -106,7 +107,7 @@ EVENTS = {
     "ssd buffered": "the file system refuses O_DIRECT: the page cache is used",
     "ssd index damaged": "index files end before their size; what follows there never happened",
     "ssd namespace not understood": "blocks of a newer version: left alone, not served",
-    "ssd still busy": "a disk call had not returned when the daemon ended; the directory stays locked until the process is gone",
+    "ssd still busy": "a disk call had not returned at the end; the directory stays locked until the process is gone",
     "ssd upkeep failed": "a fault of kvtier in the index's own thread",
     "redis opened": "Redis accepts the login, and this user may do what the tier needs",
     "redis upkeep failed": "a fault of kvtier in the tier's own thread",

@@ -1,4 +1,7 @@
-"""Imports the modules that it is given where torch, engines and the like cannot be imported, and prints which of these were, as JSON."""
+"""Imports the modules that it is given where torch, engines and the like cannot be imported.
+
+Prints, as JSON, which of those came in nevertheless.
+"""
 
 from __future__ import annotations
 

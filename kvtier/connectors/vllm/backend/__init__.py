@@ -1,11 +1,14 @@
 """kvtier's attention backend for vLLM ("dual"): a BF16 cache in which a restored block may hold FP8, read as it lies.
 
-vLLM finds `register` as a plug-in (entry point group `vllm.general_plugins`) in every process of an engine. It only names the backend:
+vLLM finds `register` as a plug-in (entry point group `vllm.general_plugins`) in every process of an engine. It only
+names the backend:
 
     a GPU    --attention-backend CUSTOM chooses it
-    a CPU    vLLM takes its own backend whatever it is told; KVTIER_ATTENTION=dual in the environment puts ours in that one's place, for tests
+    a CPU    vLLM takes its own backend whatever it is told; for tests KVTIER_ATTENTION=dual in the environment puts
+             kvtier's in its place
 
-The connector (`kvtier.connectors.vllm`, mode "dual") sees by itself whether it is in use. Without the connector the backend never meets an FP8 block.
+The connector (`kvtier.connectors.vllm`, mode "dual") sees by itself whether it is in use. Without the connector the
+backend never meets an FP8 block.
 
 What each file decides:
 
