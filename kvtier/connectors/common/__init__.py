@@ -2,7 +2,8 @@
 
 What each file decides:
 
-lookups           asking the daemon without holding up a scheduler: tickets, when a question counts as a miss
+lookups           asking the daemon without holding up a scheduler; when a lookup counts as a miss; heartbeat
+worker_pool       threads with a bounded queue, and answers that wait to be fetched
 mover             loads and saves in threads, and how long each may take
 jobs              what is to be loaded and saved, as plain data
 pages             an engine's cache as views, and its way into a block and back
@@ -11,6 +12,6 @@ quantizing_gpu    the same on a GPU, by the Triton kernels
 ranks             one namespace out of what all ranks report
 lora              which weights an adapter's name means
 counters          names of everything that connectors count
-objects           objects of LMCache into slots and back
-object_naming     namespace, key and request context of an object of LMCache
+objects           an engine's objects (LMCache's, vLLM's chunks) into slots and back
+object_naming     namespace, key and request context of an object
 """

@@ -1,9 +1,8 @@
-"""Asking the daemon without holding up the scheduler: a thread with a client of its own, tickets, and a heartbeat.
+"""Asking the daemon for a scheduler that must not wait: a thread with a client of its own, and a heartbeat.
 
-A ticket is one request's question. It is answered with the token up to which every part of every rank is known *and held*: the thread leases
-what it promises, so that nothing is evicted between promise and load, and lets go when the ticket is dropped. Nothing else has a side effect.
-While the daemon does not answer, tickets are answered with a miss at once. Methods may be called from any thread; none of them blocks longer
-than it was told to.
+A request's lookup is answered with the token up to which every part of every rank is known *and held*: the thread leases what it promises, so that
+nothing is evicted between promise and load, and lets go when the lookup is dropped. Nothing else has a side effect. While the daemon does not
+answer, lookups are answered with a miss at once. Methods may be called from any thread; none of them blocks longer than it was told to.
 """
 
 from __future__ import annotations
@@ -13,8 +12,10 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvtier.client.api import Client, Lease, RegisteredNamespace
+from kvtier.connectors.common.worker_pool import WorkerPool, WorkItem
 from kvtier.format.layout import Range
 from kvtier.protocol.stops import TEXTS
 
@@ -23,7 +24,7 @@ MISS_AFTER = 1.0  # seconds after which a question counts as a miss
 BEAT = 0.5  # seconds between beats
 MISSED = 0.5  # seconds after which a beat has got no answer
 COLD_AGAIN = 0.02
-MAX_TICKETS = 1024
+MAX_LOOKUPS = 1024
 _COLD = next(stop for stop, words in TEXTS.items() if words.startswith("cold"))
 log = logging.getLogger(__name__)
 
@@ -102,8 +103,8 @@ class GroupShape:
 
 
 @dataclass(eq=False)
-class LookupTicket:
-    """A question: from token `start` on, at most up to `top`. `hashes` per group: of the blocks from `start // tokens` on."""
+class RequestLookup:
+    """What one request asks: from token `start` on, at most up to `top`. `hashes` per group: of the blocks from `start // tokens` on."""
 
     start: int
     top: int
@@ -111,15 +112,15 @@ class LookupTicket:
     context: bytes
     born: float = field(default_factory=time.monotonic)
     end: int | None = None
-    reason: str = ""
+    failed: str = ""
     done: threading.Event = field(default_factory=threading.Event)
     dropped: bool = False
     leases: list[Lease] = field(default_factory=list)
 
     @property
-    def failed(self) -> bool:
-        """Whether nobody answered, in time or at all: not a question that the store was asked."""
-        return not self.done.is_set() or not answered(self.reason)
+    def failure(self) -> str:
+        """Why nobody answered, in time or at all, as a metric's label; "" where the store was asked."""
+        return self.failed if self.done.is_set() else "deadline"
 
     @property
     def left(self) -> float:
@@ -132,186 +133,162 @@ class LookupTicket:
             return self.start
         return self.end if self.done.is_set() else None
 
+    def miss(self, failed: str) -> None:
+        """Answers it without the store."""
+        self.end, self.failed = self.start, failed
+        self.done.set()
 
-class Lookup:
+
+class LookupQueue:
     """The thread and its queue."""
 
     def __init__(self, client: Client, shape: GroupShape) -> None:
         self._client, self._shape = client, shape
         # With one part and no window a lease is the answer: what it lacks decides nothing else. That spares a call, which the scheduler waits for.
         self._direct = shape.windows == (None,) and len(shape.parts[0]) == 1
-        self._wake = threading.Condition()
-        self._questions: deque[LookupTicket] = deque()
-        self._cold: deque[tuple[float, LookupTicket]] = deque()
-        self._dropped: deque[LookupTicket] = deque()
-        self._closed = False
+        self._cold: deque[tuple[float, RequestLookup]] = deque()  # to be asked again, and when
+        self._dropped: deque[RequestLookup] = deque()
         self.heart = Heart(client, "scheduler")
         self.heart.start(shape.ns)
-        self._thread = threading.Thread(target=self._run, name="kvtier-lookup", daemon=True)
-        self._thread.start()
+        self._pool = WorkerPool("lookup", 1, "lookup", idle=self._tend)
 
-    def ask(self, ticket: LookupTicket) -> None:
-        """Puts a question and waits for the answer, at most `ASK_LATER`."""
-        with self._wake:
-            full = len(self._questions) + len(self._cold) >= MAX_TICKETS
-            if full or self._closed or not self.heart.healthy:
-                ticket.end, ticket.reason = ticket.start, "too many questions" if full else "the daemon is away"
-                ticket.done.set()
-                return
-            self._questions.append(ticket)
-            self._wake.notify()
-        ticket.done.wait(ASK_LATER)
+    def ask(self, lookup: RequestLookup) -> None:
+        """Asks and waits for the answer, at most `ASK_LATER`."""
+        if not self.heart.healthy:
+            lookup.miss("away")
+        elif self._pool.waiting + len(self._cold) >= MAX_LOOKUPS:
+            lookup.miss("queue")
+        else:
+            self._give(lookup)
+            lookup.done.wait(ASK_LATER)
 
-    def drop(self, ticket: LookupTicket) -> None:
+    def drop(self, lookup: RequestLookup) -> None:
         """The answer is not needed any more: what is held for it is released, now or when it comes. Returns at once."""
-        with self._wake:
-            ticket.dropped = True
-            self._dropped.append(ticket)
-            self._wake.notify()
+        lookup.dropped = True
+        self._dropped.append(lookup)
+        self._pool.wake()
 
     def close(self) -> None:
         """Ends the thread and the client. What was held is the daemon's again."""
-        with self._wake:
-            self._closed = True
-            self._wake.notify()
-        self._thread.join(5)
+        self._pool.close(5.0)
         self.heart.stop()
         self._client.close()
 
-    def _run(self) -> None:
-        while True:
-            ticket = self._next()
-            if ticket is None:
-                return
-            try:
-                done = self._find(ticket)
-            except Exception:
-                log.exception("kvtier: a lookup failed")
-                ticket.end, ticket.reason, done = ticket.start, "error", True
-            if done:
-                ticket.done.set()
-                if ticket.dropped:
-                    self.drop(ticket)
-            else:
-                self._cold.append((time.monotonic() + COLD_AGAIN, ticket))
+    def _give(self, lookup: RequestLookup, first: bool = False) -> None:
+        self._pool.give(WorkItem[bool | None](partial(self._find, lookup), partial(self._ended, lookup), None), first)
 
-    def _next(self) -> LookupTicket | None:
-        """The next question, after releasing what was dropped. None: closed."""
-        while True:
-            with self._wake:
-                wait = self._cold[0][0] - time.monotonic() if self._cold else None
-                if not (self._questions or self._dropped or self._closed) and (wait is None or wait > 0):
-                    self._wake.wait(wait)
-                dropped = list(self._dropped)
-                self._dropped.clear()
-                question = None
-                if self._cold and self._cold[0][0] <= time.monotonic():
-                    question = self._cold.popleft()[1]
-                elif self._questions:
-                    question = self._questions.popleft()
-                closed = self._closed
-            for ticket in dropped:
-                self._release(ticket)
-            if closed:
-                return None
-            if question is not None:
-                return question
+    def _ended(self, lookup: RequestLookup, answered: bool | None) -> None:
+        """`answered`: as `_find` says; None where it failed."""
+        if answered:
+            lookup.done.set()
+        elif answered is None:
+            lookup.miss("error")
+        else:
+            self._cold.append((time.monotonic() + COLD_AGAIN, lookup))
 
-    def _release(self, ticket: LookupTicket) -> None:
-        for lease in ticket.leases:
+    def _tend(self) -> float | None:
+        """Releases what was dropped and asks again for what was cold. Seconds until it is to be called again."""
+        while self._dropped:
+            self._release(self._dropped.popleft())
+        while self._cold and self._cold[0][0] <= time.monotonic():
+            self._give(self._cold.popleft()[1], first=True)
+        return max(0.0, self._cold[0][0] - time.monotonic()) if self._cold else None
+
+    def _release(self, lookup: RequestLookup) -> None:
+        for lease in lookup.leases:
             lease.__exit__(None, None, None)
-        ticket.leases.clear()
+        lookup.leases.clear()
 
-    def _find(self, ticket: LookupTicket) -> bool:
-        """Answers a ticket. False: blocks are cold and on their way, ask again soon."""
-        if ticket.dropped:
-            ticket.end = ticket.start
+    def _find(self, lookup: RequestLookup) -> bool:
+        """Answers a lookup. False: blocks are cold and on their way, ask again soon."""
+        while self._dropped:  # before anything new is held
+            self._release(self._dropped.popleft())
+        if lookup.dropped:
+            lookup.end = lookup.start
             return True
-        ticket.reason = ""
-        end = ticket.top - ticket.top % self._shape.align if self._direct else self._known(ticket)
-        end, cold = self._hold(ticket, end)
-        if cold and time.monotonic() - ticket.born < 0.9 * MISS_AFTER and not ticket.dropped:
-            self._release(ticket)
+        lookup.failed = ""
+        end = lookup.top - lookup.top % self._shape.align if self._direct else self._known(lookup)
+        end, cold = self._hold(lookup, end)
+        if cold and time.monotonic() - lookup.born < 0.9 * MISS_AFTER and not lookup.dropped:
+            self._release(lookup)
             return False
-        if end <= ticket.start:
-            self._release(ticket)
-        ticket.end = max(end, ticket.start)
+        if end <= lookup.start:
+            self._release(lookup)
+        lookup.end = max(end, lookup.start)
         return True
 
-    def _span(self, ticket: LookupTicket, group: int, end: int) -> tuple[int, int]:
-        """Entries of the ticket's hashes of a group that a prefix of `end` tokens needs: all, or those that the window still sees."""
+    def _span(self, lookup: RequestLookup, group: int, end: int) -> tuple[int, int]:
+        """Entries of the lookup's hashes of a group that a prefix of `end` tokens needs: all, or those that the window still sees."""
         tokens, window = self._shape.tokens[group], self._shape.windows[group]
-        first = ticket.start // tokens
+        first = lookup.start // tokens
         low = first if window is None else max(first, max(0, end - window + 1) // tokens)
         return low - first, end // tokens - first
 
-    def _known(self, ticket: LookupTicket) -> int:
+    def _known(self, lookup: RequestLookup) -> int:
         """The largest token up to which everything that the engine will read is known, in any tier."""
         shape = self._shape
         full = [(g, part) for g, window in enumerate(shape.windows) if window is None for part in shape.parts[g]]
-        runs = [(part, ticket.hashes[g]) for g, part in full]
-        answers = self._client.lookup_runs(shape.ns, runs, context=ticket.context, deadline=ticket.left) if runs else []
-        end = ticket.top
+        runs = [(part, lookup.hashes[g]) for g, part in full]
+        answers = self._client.lookup_runs(shape.ns, runs, context=lookup.context, deadline=lookup.left) if runs else []
+        end = lookup.top
         for (group, _), known in zip(full, answers, strict=True):
             if not self.heart.judge(known.reason):
-                ticket.reason = known.reason
-                return ticket.start
-            end = min(end, (ticket.start // shape.tokens[group] + known) * shape.tokens[group])
+                lookup.failed = label(known.reason)
+                return lookup.start
+            end = min(end, (lookup.start // shape.tokens[group] + known) * shape.tokens[group])
         end -= end % shape.align
         sliding = [g for g, window in enumerate(shape.windows) if window is not None]
-        while sliding and end > ticket.start:
-            short = min(self._window_known(ticket, group, end) for group in sliding)
-            if short == end or ticket.reason:
+        while sliding and end > lookup.start:
+            short = min(self._window_known(lookup, group, end) for group in sliding)
+            if short == end or lookup.failed:
                 break
             end = short - short % shape.align
-        return ticket.start if ticket.reason else end
+        return lookup.start if lookup.failed else end
 
-    def _window_known(self, ticket: LookupTicket, group: int, end: int) -> int:
+    def _window_known(self, lookup: RequestLookup, group: int, end: int) -> int:
         """`end` if the window before it is whole, else the largest smaller token at which it may be."""
         shape = self._shape
-        low, high = self._span(ticket, group, end)
-        asked = ticket.hashes[group][low:high]
+        low, high = self._span(lookup, group, end)
+        asked = lookup.hashes[group][low:high]
         for part in shape.parts[group]:
-            known = self._client.lookup(shape.ns, asked, range_=part, context=ticket.context, deadline=ticket.left)
+            known = self._client.lookup(shape.ns, asked, range_=part, context=lookup.context, deadline=lookup.left)
             if not self.heart.judge(known.reason):
-                ticket.reason = known.reason
-                return ticket.start
-            if known < len(
-                asked
-            ):  # the first hole is at this block: a shorter prefix must end before it, or its window begin after it
-                return (ticket.start // shape.tokens[group] + low + known) * shape.tokens[group]
+                lookup.failed = label(known.reason)
+                return lookup.start
+            if known < len(asked):
+                # The first hole is at this block: a shorter prefix must end before it, or its window begin after it.
+                return (lookup.start // shape.tokens[group] + low + known) * shape.tokens[group]
         return end
 
-    def _hold(self, ticket: LookupTicket, end: int) -> tuple[int, bool]:
+    def _hold(self, lookup: RequestLookup, end: int) -> tuple[int, bool]:
         """Leases what a prefix of `end` tokens needs: (the token up to which it is held, whether only cold blocks are in the way)."""
         shape = self._shape
         cold = False
         for group, parts in enumerate(shape.parts):
-            for part in parts if end > ticket.start else ():
-                low, high = self._span(ticket, group, end)
-                asked = ticket.hashes[group][low:high]
+            for part in parts if end > lookup.start else ():
+                low, high = self._span(lookup, group, end)
+                asked = lookup.hashes[group][low:high]
                 if not asked:
                     continue
-                lease = self._client.lease(shape.ns, asked, range_=part, context=ticket.context, deadline=ticket.left)
-                ticket.leases.append(lease.__enter__())
+                lease = self._client.lease(shape.ns, asked, range_=part, context=lookup.context, deadline=lookup.left)
+                lookup.leases.append(lease.__enter__())
                 if len(lease) == len(asked):
                     continue
                 if not self.heart.judge(lease.reason):
-                    ticket.reason = lease.reason
-                    return ticket.start, False
-                ticket.reason = lease.reason
-                if lease.stop == _COLD and (below := self._below(ticket, part, asked)[len(lease) :]):
+                    lookup.failed = label(lease.reason)
+                    return lookup.start, False
+                if lease.stop == _COLD and (below := self._below(lookup, part, asked)[len(lease) :]):
                     cold = True
-                    self._client.prefetch(shape.ns, below, range_=part, context=ticket.context, deadline=ticket.left)
-                held = (ticket.start // shape.tokens[group] + low + len(lease)) * shape.tokens[group]
-                end = ticket.start if shape.windows[group] is not None else held - held % shape.align
+                    self._client.prefetch(shape.ns, below, range_=part, context=lookup.context, deadline=lookup.left)
+                held = (lookup.start // shape.tokens[group] + low + len(lease)) * shape.tokens[group]
+                end = lookup.start if shape.windows[group] is not None else held - held % shape.align
         return end, cold
 
-    def _below(self, ticket: LookupTicket, part: Range, asked: list[bytes]) -> list[bytes]:
-        """The leading ones of these that some tier has. Sets the ticket's reason if nobody answers."""
+    def _below(self, lookup: RequestLookup, part: Range, asked: list[bytes]) -> list[bytes]:
+        """The leading ones of these that some tier has. Sets the lookup's reason if nobody answers."""
         if not self._direct:  # these were looked up
             return asked
-        known = self._client.lookup(self._shape.ns, asked, range_=part, context=ticket.context, deadline=ticket.left)
+        known = self._client.lookup(self._shape.ns, asked, range_=part, context=lookup.context, deadline=lookup.left)
         if not self.heart.judge(known.reason):
-            ticket.reason = known.reason
+            lookup.failed = label(known.reason)
         return asked[:known]

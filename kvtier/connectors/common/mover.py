@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any, Protocol
 
@@ -20,15 +20,15 @@ from kvtier.client.answers import Body
 from kvtier.client.api import Client, RegisteredNamespace
 from kvtier.connectors.common.jobs import Load, Save
 from kvtier.connectors.common.lookups import Heart, label
+from kvtier.connectors.common.worker_pool import PendingAnswers, WorkerPool, WorkItem
 from kvtier.format.layout import Extents, Range
 from kvtier.protocol.v1 import kvtier_pb2 as pb
 
 LOAD_SECONDS = 5.0  # a load between steps that takes longer has failed
 SYNC_SECONDS = 1.0  # as long may a load hold up the step that needs it
 CALL_SECONDS = 1.0  # deadline of one call to the daemon
-FENCE_SECONDS = (
-    0.02  # as long may a step wait for the save of a block that it is about to overwrite; then the save is dropped
-)
+# As long may a step wait for the save of a block that it is about to overwrite; then the save is dropped.
+FENCE_SECONDS = 0.02
 FLUSH_SECONDS = 2.0  # at the end
 BATCH_BYTES = 8 << 20  # reserved at once for saving
 MAX_QUEUED = 4096  # blocks that wait to be saved; more are dropped
@@ -83,13 +83,14 @@ class LoadJob:
 
 @dataclass(eq=False)
 class _SaveJob:
-    """`limit`: entries from here on may not be copied any more; `copied`: those before have been."""
+    """`limit`: entries from here on may not be copied any more; `copied`: those before have been; `began`: when the thread took it, or 0."""
 
     save: Save
     ready: Any
     limit: int
     copied: int = 0
     reason: str = ""
+    began: float = 0.0
 
     def first_in(self, fence: set[int]) -> int | None:
         """The first entry that is not copied yet and stands in the fence."""
@@ -114,23 +115,17 @@ class Mover:
         self._client, self._ns, self._caches, self._ranges = client, ns, caches, ranges
         self._rate, self._allowance, self._refilled = rate, 0.0, time.monotonic()
         self._count, self._stored = count, stored
-        self._wake = threading.Condition()
+        self._changed = threading.Condition()  # around `_saves`, told when one ends
         self._copying = threading.Lock()  # one block at a time on its way out
         self._jobs: dict[int, LoadJob] = {}
-        self._to_load: deque[LoadJob] = deque()
-        self._over: list[LoadJob] = []
-        self._to_save: deque[_SaveJob] = deque()
-        self._saving: _SaveJob | None = None
+        self._over: PendingAnswers[LoadJob] = PendingAnswers()
+        self._saves: list[_SaveJob] = []  # waiting and under way
         self._logged: set[str] = set()
-        self._stopping = False
+        self._closed = False
         self.heart = Heart(client, "worker")
         self.heart.start(ns)
-        self._threads = [threading.Thread(target=self._run_saves, name="kvtier-save", daemon=True)]
-        self._threads += [
-            threading.Thread(target=self._run_loads, name="kvtier-load", daemon=True) for _ in range(LOADERS)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._saving = WorkerPool("save", 1, "save")
+        self._loading = WorkerPool("load", LOADERS, "load")
 
     # -- loads
 
@@ -143,20 +138,18 @@ class Mover:
         ]
         self._jobs |= {job.load.id: job for job in jobs}
         for job in jobs:
-            if not self.heart.healthy:
+            if self.heart.healthy:
+                self._loading.give(WorkItem(partial(self._load, job), partial(self._end, job), "error"))
+            else:
                 self._end(job, "away")
-        with self._wake:
-            self._to_load.extend(job for job in jobs if not job.closed)
-            self._wake.notify_all()
         for job in jobs:
             if job.load.sync and not job.over.wait(max(0.0, job.deadline - time.monotonic())):
                 self._end(job, "deadline")
 
     def wait(self, seconds: float) -> None:
         """Until a load is over, at most so long; not at all where none is under way."""
-        with self._wake:
-            if self._jobs and not self._over:
-                self._wake.wait(seconds)
+        if self._jobs:
+            self._over.wait(seconds)
 
     def cancel(self, id_: int) -> None:
         """Nobody needs this load any more. It is reported as over all the same."""
@@ -169,8 +162,7 @@ class Mover:
         for job in list(self._jobs.values()):
             if now > job.deadline:
                 self._end(job, "deadline")
-        with self._wake:
-            over, self._over = self._over, []
+        over = list(self._over.fetch_all().values())
         for job in over:
             del self._jobs[job.load.id]
             self._count("load_seconds", now - job.began, "")
@@ -179,31 +171,16 @@ class Mover:
         return over
 
     def _end(self, job: LoadJob, reason: str) -> None:
-        """Closes a load, once."""
+        """Closes a load, once. `reason`: why it failed, or ""."""
         with job.lock:
             if job.closed:
                 return
             job.closed, job.reason = True, reason
-        with self._wake:
-            self._over.append(job)
-            self._wake.notify_all()
+        self._over.answer(job.load.id, job)
         job.over.set()
 
-    def _run_loads(self) -> None:
-        while True:
-            with self._wake:
-                while not self._to_load and not self._stopping:
-                    self._wake.wait()
-                if self._stopping:
-                    return
-                job = self._to_load.popleft()
-            try:
-                self._load(job)
-            except Exception:
-                log.exception("kvtier: a load failed")
-                self._end(job, "error")
-
-    def _load(self, job: LoadJob) -> None:
+    def _load(self, job: LoadJob) -> str:
+        """Copies blocks until all are there or the load is closed. Returns why it failed, or ""."""
         for number, run in enumerate(job.load.runs):
             cache, part = self._caches[run.group], self._ranges[run.group]
             if cache is None or part is None:
@@ -217,7 +194,7 @@ class Mover:
                     while batch := list(islice(views, cache.batch)):
                         with job.lock:
                             if job.closed:
-                                return None
+                                return ""
                             cache.read(job.ready, run.blocks[entry : entry + len(batch)], batch)
                             entry += len(batch)
                             job.done[number] = entry
@@ -225,19 +202,19 @@ class Mover:
                 self._count("load_bytes", got * cache.extents.body_bytes, "")
                 if at + got < len(run.hashes) and not capped:
                     self.heart.judge(reason)
-                    return self._end(job, label(reason))
-                if not got and job.over.wait(
-                    0.005
-                ):  # our own cap, because of other loads: wait for them, until the deadline closes this one
-                    return None
-        return self._end(job, "")
+                    return label(reason)
+                # Our own cap, because of other loads: wait for them, until the deadline closes this one.
+                if not got and job.over.wait(0.005):
+                    return ""
+        return ""
 
     # -- saves
 
     def save(self, saves: Sequence[Save], ready: Any) -> None:
         """Queues what the step has filled. `ready`: an event of the device after which it is there."""
-        with self._wake:
-            waiting = sum(job.limit for job in self._to_save)
+        fresh = []
+        with self._changed:
+            waiting = sum(job.limit for job in self._saves if not job.began)
             for save in saves:
                 n, cache = len(save.run.hashes), self._caches[save.run.group]
                 if cache is None or not cache.saver:
@@ -246,50 +223,42 @@ class Mover:
                     self._count("save_dropped_blocks", n, "queue")
                     continue
                 waiting += n
-                self._to_save.append(_SaveJob(save, ready, n))
-            self._wake.notify_all()
+                fresh.append(_SaveJob(save, ready, n))
+            self._saves += fresh
+        for job in fresh:
+            self._saving.give(WorkItem[int | None](partial(self._save, job), partial(self._saved, job), None))
 
     def fence(self, blocks: set[int]) -> None:
         """These engine blocks get new owners now. A save that is being copied from them may end within `FENCE_SECONDS`; others are cut short."""
         until = time.monotonic() + FENCE_SECONDS
-        with self._wake:
-            while (
-                (active := self._saving) is not None
-                and active.first_in(blocks) is not None
-                and time.monotonic() < until
+        with self._changed:
+            while time.monotonic() < until and any(
+                job.began and job.first_in(blocks) is not None for job in self._saves
             ):
-                self._wake.wait(0.001)
-            jobs = [*self._to_save, *([self._saving] if self._saving else [])]
+                self._changed.wait(0.001)
+            jobs = list(self._saves)
         with self._copying:
             for job in jobs:
                 first = job.first_in(blocks)
                 if first is not None:
                     job.limit, job.reason = first, "overwritten"
 
-    def _run_saves(self) -> None:
-        while True:
-            with self._wake:
-                while not self._to_save and not self._stopping:
-                    self._wake.wait()
-                if self._stopping:
-                    return
-                self._saving = job = self._to_save.popleft()
-            began, done, n = time.monotonic(), 0, len(job.save.run.hashes)
-            try:
-                done = self._save(job)
-            except Exception:
-                log.exception("kvtier: a save failed")
-                job.reason = "error"
-            self._count("save_seconds", time.monotonic() - began, "")
-            if done < n:
-                self._count("save_dropped_blocks", n - done, job.reason or "other")
-            self._stored(job.save.id, done)
-            with self._wake:
-                self._saving = None
-                self._wake.notify_all()
+    def _saved(self, job: _SaveJob, done: int | None) -> None:
+        """A save is over. `done`: its leading blocks that are stored; None: it failed."""
+        n = len(job.save.run.hashes)
+        if done is None:
+            done, job.reason = 0, "error"
+        self._count("save_seconds", time.monotonic() - (job.began or time.monotonic()), "")
+        if done < n:
+            self._count("save_dropped_blocks", n - done, job.reason or "other")
+        self._stored(job.save.id, done)
+        with self._changed:
+            self._saves.remove(job)
+            self._changed.notify_all()
 
     def _save(self, job: _SaveJob) -> int:
         """Leading blocks of a job that are stored now."""
+        job.began = time.monotonic()
         cache = self._caches[job.save.run.group]
         assert cache is not None
         size, done = max(1, BATCH_BYTES // cache.extents.slot_bytes), 0
@@ -369,12 +338,9 @@ class Mover:
 
     def drain(self, seconds: float) -> None:
         """Lets saves end for so long, then drops the rest: afterwards no thread touches the engine's memory until there is new work."""
-        until = time.monotonic() + seconds
-        with self._wake:
-            while (self._to_save or self._saving) and time.monotonic() < until:
-                self._wake.wait(0.01)
-            jobs = [self._saving] if self._saving else []
-            self._to_save.clear()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._saves, seconds)
+            jobs = list(self._saves)
         with self._copying:
             for job in jobs:
                 job.limit, job.reason = min(job.limit, job.copied), "shutdown"
@@ -382,15 +348,12 @@ class Mover:
             self._end(load, "cancelled")
 
     def close(self) -> None:
-        """Ends threads and session."""
-        with self._wake:
-            if self._stopping:
-                return
+        """Ends threads and session. Once is enough."""
+        if self._closed:
+            return
+        self._closed = True
         self.drain(FLUSH_SECONDS)
-        with self._wake:
-            self._stopping = True
-            self._wake.notify_all()
         self.heart.stop()
-        for thread in self._threads:
-            thread.join(1)
+        self._saving.close(1.0)
+        self._loading.close(1.0)
         self._client.close()

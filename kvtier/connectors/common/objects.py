@@ -31,7 +31,6 @@ from kvtier.connectors.common.object_naming import (
     context_of,
     form_of_object,
 )
-from kvtier.connectors.lmcache.inventory import Hold
 from kvtier.errors import Invalid, KvtierError
 from kvtier.format.layout import Range
 from kvtier.protocol.v1 import kvtier_pb2 as pb
@@ -340,15 +339,6 @@ class ObjectTransfer:
             except IndexError:  # another thread was quicker
                 return
             lease.__exit__(None, None, None)
-
-    def copy_held(self, space: Space, items: Sequence[Item], places: Sequence[tuple[Hold, int] | None]) -> None:
-        """Copies items out of what a lookup holds, without a word to the daemon."""
-        copy(
-            (item.view[low:high], place[0].leases[piece][place[1]][: high - low])
-            for item, place in zip(items, places, strict=True)
-            if item.view is not None and place is not None
-            for piece, (low, high) in enumerate(space.cuts)
-        )
 
     # -- delete
 

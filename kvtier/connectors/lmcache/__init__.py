@@ -7,8 +7,7 @@ Only this subpackage imports lmcache, and only when a class is asked for. `docs/
 
 What each file decides:
 
-adapter           the class that LMCache loads: store, lookup, load, delete
-workers           tasks in threads, and their answers
+adapter           the class that LMCache loads: store, lookup, load, delete; its queues and answers
 inventory         what this server has stored and found; what lookups hold
 lmcache_settings  `adapter_params`
 """

@@ -1,4 +1,4 @@
-"""The L2 adapter that LMCache's storage manager drives: it queues, answers and tells the books; `traffic` moves the bytes.
+"""The L2 adapter that LMCache's storage manager drives: it queues tasks, answers them and keeps the inventory; `ObjectTransfer` moves the bytes.
 
 Its one rule: nothing here waits for the daemon on LMCache's threads, and nothing raises. Each task's id is answered exactly once, by a failure where
 need be. `delete` alone waits, at most DELETE_SECONDS, as LMCache reads the usage right behind it; the deletion goes on by itself.
@@ -10,7 +10,8 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -19,16 +20,20 @@ from lmcache.logging import init_logger
 from lmcache.v1.distributed.api import KeyEntry, KeyListPage
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
+from lmcache.v1.platform import create_event_notifier
 
+from kvtier.client.copier import copy
 from kvtier.connectors.common import objects as transfers
 from kvtier.connectors.common.object_naming import MIN_HASH_BYTES, Space, Spaces, form_of
 from kvtier.connectors.common.objects import Item, ObjectTransfer
-from kvtier.connectors.lmcache.inventory import Holds, Inventory
+from kvtier.connectors.common.worker_pool import PendingAnswers, WorkerPool, WorkItem
+from kvtier.connectors.lmcache.inventory import Hold, Holds, Inventory
 from kvtier.connectors.lmcache.lmcache_settings import KvtierL2AdapterConfig
-from kvtier.connectors.lmcache.workers import PendingAnswers, WorkerPool, WorkItem
 
 TESTED = "0.5.6"
 LOADERS = 2
+MAX_WAITING = 4096  # tasks in a queue; more fail at once
+WAIT_SECONDS = 60.0  # in a queue; LMCache's locks on a task's buffers end 300 s after its submission
 DELETE_SECONDS = 2.0
 CLOSE_SECONDS = 15.0  # longer than any task goes on once it is told to end
 log = logging.getLogger(__name__)
@@ -47,45 +52,45 @@ class KvtierL2Adapter(L2AdapterInterface):
             init_logger("kvtier")  # our log goes where LMCache's goes
         self._socket = config.socket
         self._spaces = Spaces(config.descriptions)
-        self._books, self._holds = Inventory(), Holds()
+        self._inventory, self._holds = Inventory(), Holds()
         self._counting = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._strangers: set[str] = set()
         self._short = False
         self._traffic = ObjectTransfer(config.socket, self._spaces, self._count)
-        ids = count()
-        self._stores: PendingAnswers[Any] = PendingAnswers(ids)
-        self._lookups: PendingAnswers[Any] = PendingAnswers(ids)
-        self._loads: PendingAnswers[Any] = PendingAnswers(ids)
-        self._asking = WorkerPool("lookup", 1, self._tend)
-        self._storing = WorkerPool("store", 1)
-        self._loading = WorkerPool("load", LOADERS, self._traffic.release_spent)
+        self._ids = count()
+        self._events = [create_event_notifier() for _ in range(3)]
+        self._answers: list[PendingAnswers[Any]] = [PendingAnswers(event) for event in self._events]
+        self._stores, self._lookups, self._loads = self._answers
+        self._asking = WorkerPool("lookup", 1, limit=MAX_WAITING, idle=self._tend, tick=1.0)
+        self._storing = WorkerPool("store", 1, limit=MAX_WAITING)
+        self._loading = WorkerPool("load", LOADERS, limit=MAX_WAITING, idle=self._traffic.release_spent, tick=1.0)
+        self._pools = (self._asking, self._storing, self._loading)
         self._closed = threading.Event()
 
     # -- event descriptors
 
     def get_store_event_fd(self) -> int:
-        return self._stores.fileno()
+        return int(self._events[0].fileno())
 
     def get_lookup_and_lock_event_fd(self) -> int:
-        return self._lookups.fileno()
+        return int(self._events[1].fileno())
 
     def get_load_event_fd(self) -> int:
-        return self._loads.fileno()
+        return int(self._events[2].fileno())
+
+    def _submit(self, pool: WorkerPool, answers: PendingAnswers[Any], run: Callable[[], Any], failed: Any) -> int:
+        """Queues a task whose answer is what `run` returns, or `failed`. Returns its id."""
+        task, until = next(self._ids), time.monotonic() + WAIT_SECONDS
+        pool.give(WorkItem(run, lambda answer: answers.answer(task, answer), failed, until))
+        return task
 
     # -- store
 
     def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
         """Objects stay LMCache's and unchanged until the task is answered."""
-        task, keys, objects = self._stores.open(), list(keys), list(objects)
-        self._storing.give(
-            WorkItem(
-                lambda: self._store(keys, objects),
-                lambda answer: self._stores.answer(task, answer),
-                L2StoreResult(False, 0),
-            )
-        )
-        return task
+        run = partial(self._store, list(keys), list(objects))
+        return self._submit(self._storing, self._stores, run, L2StoreResult(False, 0))
 
     def pop_completed_store_tasks(self) -> dict[int, Any]:
         return self._stores.fetch_all()
@@ -106,15 +111,8 @@ class KvtierL2Adapter(L2AdapterInterface):
     # -- lookup and lock
 
     def submit_lookup_and_lock_task(self, keys: list[Any], group_layout_descs: Mapping[int, Any] | None) -> int:
-        task, keys, layouts = self._lookups.open(), list(keys), dict(group_layout_descs or {})
-        self._asking.give(
-            WorkItem(
-                lambda: self._lookup(keys, layouts),
-                lambda answer: self._lookups.answer(task, answer),
-                Bitmap(len(keys)),
-            )
-        )
-        return task
+        run = partial(self._lookup, list(keys), dict(group_layout_descs or {}))
+        return self._submit(self._asking, self._lookups, run, Bitmap(len(keys)))
 
     def query_lookup_and_lock_result(self, task_id: int) -> Any | None:
         return self._lookups.fetch(task_id)
@@ -131,7 +129,7 @@ class KvtierL2Adapter(L2AdapterInterface):
         bitmap = Bitmap(len(keys))
         said = {group: form_of(layout.shapes, layout.dtypes) for group, layout in layouts.items()}
         said = {group: form for group, form in said.items() if form.nbytes}
-        forms = [said.get(key.object_group_id) or self._books.space(key) for key in keys]
+        forms = [said.get(key.object_group_id) or self._inventory.space(key) for key in keys]
         for space, context, items in self._traffic.bundles(keys, forms):
             known = self._hold(space, context, items)
             if known is None:
@@ -144,7 +142,7 @@ class KvtierL2Adapter(L2AdapterInterface):
             if there:
                 self._notify_keys_accessed([item.key for item in there])
             absent = set(range(len(items))) - set(known)
-            self._forget([items[at].key for at in absent if self._books.space(items[at].key) is space])
+            self._forget([items[at].key for at in absent if self._inventory.space(items[at].key) is space])
         self._count("lookup_objects", len(keys))
         self._count("lookup_hits", bitmap.popcount())
         return bitmap
@@ -169,13 +167,8 @@ class KvtierL2Adapter(L2AdapterInterface):
 
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
         """Once the task is answered its buffers are not touched any more."""
-        task, keys, objects = self._loads.open(), list(keys), list(objects)
-        self._loading.give(
-            WorkItem(
-                lambda: self._load(keys, objects), lambda answer: self._loads.answer(task, answer), Bitmap(len(keys))
-            )
-        )
-        return task
+        run = partial(self._load, list(keys), list(objects))
+        return self._submit(self._loading, self._loads, run, Bitmap(len(keys)))
 
     def query_load_result(self, task_id: int) -> Any | None:
         return self._loads.fetch(task_id)
@@ -185,7 +178,7 @@ class KvtierL2Adapter(L2AdapterInterface):
         for space, context, items in self._traffic.bundles_of(keys, objects):
             places = self._holds.borrow([item.key for item in items], space)
             try:
-                self._traffic.copy_held(space, items, places)
+                _copy_held(space, items, places)
             finally:
                 self._holds.give_back(places)
             good = [item for item, place in zip(items, places, strict=True) if place is not None]
@@ -204,15 +197,15 @@ class KvtierL2Adapter(L2AdapterInterface):
 
     def delete(self, keys: list[Any]) -> None:
         """Makes the daemon forget these objects, for every server and engine that shares it."""
-        done, keys = threading.Event(), list(keys)
-        self._asking.give(WorkItem(lambda: self._delete(keys), lambda _: done.set(), None))
+        done, until = threading.Event(), time.monotonic() + WAIT_SECONDS
+        self._asking.give(WorkItem(partial(self._delete, list(keys)), lambda _: done.set(), None, until))
         done.wait(DELETE_SECONDS)
 
     def _delete(self, keys: list[Any]) -> None:
         """A key that this process has not met may be stored in any form of its model that it has."""
         places: list[tuple[Any, Space]] = []
         for key in keys:
-            space = self._books.space(key)
+            space = self._inventory.space(key)
             places += [(key, one) for one in ([space] if space else self._spaces.of_model(key.model_name))]
         for bundle in self._traffic.bundles([key for key, _ in places], [space for _, space in places]):
             if self._traffic.delete(bundle):
@@ -224,22 +217,21 @@ class KvtierL2Adapter(L2AdapterInterface):
             raise ValueError(f"page_size must be positive, not {page_size}")
         if cursor is not None and not (cursor.isascii() and cursor.isdigit()):
             raise ValueError(f"{cursor!r:.80} is not a cursor that this adapter gave")
-        found, after = self._books.page(model_name, page_size, -1 if cursor is None else int(cursor))
+        found, after = self._inventory.page(model_name, page_size, -1 if cursor is None else int(cursor))
         entries = tuple(KeyEntry(key.to_encoded_object_key(), nbytes) for key, nbytes in found)
         return KeyListPage(entries, None if after is None else str(after))
 
     def report_status(self) -> dict[str, Any]:
         """`is_healthy` speaks of this adapter: an absent daemon costs hits, it is no reason to restart LMCache."""
-        crews = (self._asking, self._storing, self._loading)
         with self._counting:
             counts = dict(self._counts)
         return {
-            "is_healthy": self._closed.is_set() or all(crew.alive for crew in crews),
+            "is_healthy": self._closed.is_set() or all(pool.alive for pool in self._pools),
             "type": "KvtierL2Adapter",
             "socket": self._socket,
             "daemon": "answers" if self._traffic.connected else "away",
             "namespaces": {model: base.digest.hex()[:16] for model, base in self._spaces.bases.items()},
-            "objects_met": len(self._books),
+            "objects_met": len(self._inventory),
             "locked_objects": len(self._holds),
             **counts,
         }
@@ -251,18 +243,18 @@ class KvtierL2Adapter(L2AdapterInterface):
         self._closed.set()
         self._traffic.closing.set()
         until = time.monotonic() + CLOSE_SECONDS
-        for crew in (self._asking, self._storing, self._loading):
-            crew.close(max(0.1, until - time.monotonic()))
+        for pool in self._pools:
+            pool.close(max(0.1, until - time.monotonic()))
         self._traffic.release(self._holds.ended(everything=True))
         self._traffic.close()
-        for desk in (self._stores, self._lookups, self._loads):
-            desk.close()
+        for answers in self._answers:
+            answers.close()
 
-    # -- the books
+    # -- the inventory
 
     def _enter(self, space: Space, items: Sequence[Item]) -> None:
         """Tells listeners of what they do not know yet."""
-        fresh, gone = self._books.enter([item.key for item in items], space)
+        fresh, gone = self._inventory.enter([item.key for item in items], space)
         if gone:
             self._notify_keys_deleted([key for key, _ in gone], [nbytes for _, nbytes in gone])
         if fresh:
@@ -270,7 +262,7 @@ class KvtierL2Adapter(L2AdapterInterface):
 
     def _forget(self, keys: Sequence[Any]) -> None:
         """The daemon has these no more."""
-        gone = self._books.remove(keys)
+        gone = self._inventory.remove(keys)
         if gone:
             self._notify_keys_deleted([key for key, _ in gone], [nbytes for _, nbytes in gone])
 
@@ -289,3 +281,13 @@ class KvtierL2Adapter(L2AdapterInterface):
     def _count(self, name: str, n: int) -> None:
         with self._counting:
             self._counts[name] += n
+
+
+def _copy_held(space: Space, items: Sequence[Item], places: Sequence[tuple[Hold, int] | None]) -> None:
+    """Copies items out of what a lookup holds, without a call to the daemon."""
+    copy(
+        (item.view[low:high], place[0].leases[piece][place[1]][: high - low])
+        for item, place in zip(items, places, strict=True)
+        if item.view is not None and place is not None
+        for piece, (low, high) in enumerate(space.cuts)
+    )

@@ -1,6 +1,6 @@
-"""The scheduler's half: what to promise, what to load, what to save. One rule: nothing here waits for the daemon but `Lookup.ask`, for 1 ms.
+"""The scheduler's half: what to promise, what to load, what to save. One rule: nothing here waits for the daemon but `LookupQueue.ask`, for 1 ms.
 
-Per request it keeps a question (and what is held for it), one load at a time, and how far saving has been planned. A promise is made for blocks
+Per request it keeps a lookup (and what is held for it), one load at a time, and how far saving has been planned. A promise is made for blocks
 that are held; a load that fails is remembered for the request's life and not tried again. Saves are planned when the step that fills a block is
 planned; where that step depends on a load that may still fail they are kept back until every rank has reported. Called by vLLM's scheduler, from
 one thread.
@@ -20,7 +20,7 @@ from vllm.distributed.kv_events import BlockStored
 
 from kvtier.client.api import Client
 from kvtier.connectors.common.jobs import Load, Run, Save, SeenBefore
-from kvtier.connectors.common.lookups import GroupShape, Lookup, LookupTicket, label
+from kvtier.connectors.common.lookups import GroupShape, LookupQueue, RequestLookup
 from kvtier.connectors.common.lora import Adapters
 from kvtier.connectors.common.ranks import EngineNamespace, RankId
 from kvtier.connectors.vllm.engine_namespace import Naming, window_of
@@ -44,7 +44,7 @@ class RequestState:
     context: bytes | None
     saved: list[int]
     limit: int | None = None
-    ticket: LookupTicket | None = None
+    lookup: RequestLookup | None = None
     offer: int = 0  # the token from which on blocks were promised
     load: tuple[Load, int, int, int] | None = None  # the load, its first and last token, ranks that have not reported
     tainted: bool = False
@@ -69,7 +69,7 @@ class SchedulerHalf:
         self._naming: Naming | None = None
         self._namespace: EngineNamespace | None = None
         self._off = ""
-        self._lookup: Lookup | None = None
+        self._lookups: LookupQueue | None = None
         self._opening: tuple[bytes, dict[RankId, list[Range | None]]] = (b"", {})  # not sent to the workers yet
         self._requests: dict[str, RequestState] = {}
         self._loads: dict[int, RequestState] = {}
@@ -102,12 +102,12 @@ class SchedulerHalf:
     @property
     def _ready(self) -> bool:
         """Whether there is a namespace. Made at the first request: only then is the engine's hash seed final."""
-        if self._lookup is None and not self._off:
+        if self._lookups is None and not self._off:
             try:
                 self._open()
             except KvtierError as error:
                 self._turn_off(error)
-        return self._lookup is not None
+        return self._lookups is not None
 
     def _open(self) -> None:
         if self._naming is None:
@@ -120,7 +120,9 @@ class SchedulerHalf:
             for group in range(len(self._tokens))
         ]
         parts = tuple(tuple(dict.fromkeys(group)) for group in held)
-        self._lookup = Lookup(client, GroupShape(ns, tuple(self._tokens), tuple(self._windows), parts, self._align))
+        self._lookups = LookupQueue(
+            client, GroupShape(ns, tuple(self._tokens), tuple(self._windows), parts, self._align)
+        )
         self._opening = (named.description.canonical, named.ranges)
         self._expected = Expected([len(group) for group in parts])
         log.info("kvtier is on: mode %s, namespace %s of %s", named.mode, ns.digest.hex()[:16], named.description.model)
@@ -166,19 +168,19 @@ class SchedulerHalf:
         top = known - known % self._align
         if top <= local:
             return 0, False
-        assert self._lookup is not None
-        ticket = asked.ticket
-        if ticket is not None and ticket.start > local:  # the engine has evicted part of what it had
+        assert self._lookups is not None
+        lookup = asked.lookup
+        if lookup is not None and lookup.start > local:  # the engine has evicted part of what it had
             self._drop(asked)
-            ticket = None
-        if ticket is None:
+            lookup = None
+        if lookup is None:
             hashes = [
                 self._hashes(request, group, local // tokens, top // tokens)
                 for group, tokens in enumerate(self._tokens)
             ]
-            ticket = asked.ticket = LookupTicket(local, top, hashes, asked.context)
-            self._lookup.ask(ticket)
-        end = ticket.answer()
+            lookup = asked.lookup = RequestLookup(local, top, hashes, asked.context)
+            self._lookups.ask(lookup)
+        end = lookup.answer()
         if end is None:
             return None, False
         asked.offer, found = local, min(end, top) - local
@@ -192,13 +194,13 @@ class SchedulerHalf:
     def allocated(self, request: Any, table: tuple[list[int], ...], external: int) -> None:
         """The engine has blocks for the request; `external` of its tokens are to be loaded into them."""
         asked = self._requests.get(request.request_id)
-        if asked is None or asked.load is not None or asked.ticket is None:
+        if asked is None or asked.load is not None or asked.lookup is None:
             return
-        ticket, low = asked.ticket, asked.offer
-        if ticket.failed:
-            self._stats.add("lookup_failures", 1, label(ticket.reason or "no answer"))
+        lookup, low = asked.lookup, asked.offer
+        if failure := lookup.failure:
+            self._stats.add("lookup_failures", 1, failure)
         else:
-            self._stats.add("lookup_queried_blocks", (ticket.top - low) // self._align)
+            self._stats.add("lookup_queried_blocks", (lookup.top - low) // self._align)
         if not external:
             self._drop(asked)
             return
@@ -247,9 +249,9 @@ class SchedulerHalf:
         self._drop(asked)
 
     def _drop(self, asked: RequestState) -> None:
-        if asked.ticket is not None and self._lookup is not None:
-            self._lookup.drop(asked.ticket)
-        asked.ticket = None
+        if asked.lookup is not None and self._lookups is not None:
+            self._lookups.drop(asked.lookup)
+        asked.lookup = None
 
     # -- steps
 
@@ -389,13 +391,13 @@ class SchedulerHalf:
 
     def take_events(self) -> list[BlockStored]:
         """Blocks that are stored on every rank since the last call."""
-        return self._expected.take() if self._wants_events and self._lookup is not None else []
+        return self._expected.take() if self._wants_events and self._lookups is not None else []
 
     def take_stats(self) -> KvtierStats | None:
         """What was counted since the last call."""
         stats, self._stats = self._stats, KvtierStats()
-        if self._lookup is not None and self._lookup.heart.changed():
-            stats.data["healthy:scheduler"] = int(self._lookup.heart.healthy)
+        if self._lookups is not None and self._lookups.heart.changed():
+            stats.data["healthy:scheduler"] = int(self._lookups.heart.healthy)
         mode = self._namespace.mode if self._namespace else "off" if self._off else ""
         if mode != self._said_mode:
             self._said_mode = mode
@@ -415,5 +417,5 @@ class SchedulerHalf:
         """Ends the thread and the session."""
         for asked in self._requests.values():
             self._drop(asked)
-        if self._lookup is not None:
-            self._lookup.close()
+        if self._lookups is not None:
+            self._lookups.close()

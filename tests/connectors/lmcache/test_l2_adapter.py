@@ -15,7 +15,8 @@ import torch
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 from lmcache.v1.distributed.internal_api import L2AdapterListener
 
-from kvtier.connectors.lmcache import inventory, workers
+from kvtier.connectors.lmcache import adapter as adapters
+from kvtier.connectors.lmcache import inventory
 from kvtier.connectors.lmcache.lmcache_settings import KvtierL2AdapterConfig
 from kvtier.errors import Invalid
 from tests.connectors.lmcache.stack import (
@@ -210,7 +211,7 @@ def test_some_of_a_task_may_be_refused_and_the_rest_is_stored(daemon: Daemon, mo
 def test_more_tasks_than_the_queue_has_room_for_fail_at_once(
     daemon: Daemon, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "MAX_WAITING", 2)
+    monkeypatch.setattr(adapters, "MAX_WAITING", 2)
     with adapter(daemon, model) as made:
         eventually_put(made, 1)
         with daemon.stopped():
@@ -226,7 +227,7 @@ def test_a_task_that_has_waited_for_long_leaves_its_buffers_alone(
     daemon: Daemon, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """LMCache's locks on them end after 300 s: they may be another's by then."""
-    monkeypatch.setattr(workers, "WAIT_SECONDS", 0.5)
+    monkeypatch.setattr(adapters, "WAIT_SECONDS", 0.5)
     with adapter(daemon, model) as made:
         with daemon.stopped():
             asked = [made.submit_store_task(keys([n]), buffers(1, numbers=[n])) for n in range(3)]
@@ -437,7 +438,7 @@ def test_a_server_deletes_what_it_has_not_met_in_the_forms_it_has(daemon: Daemon
         until(lambda: daemon.status()["known_blocks"] == 1, "four are gone")
 
 
-def test_evicted_objects_leave_the_books_when_they_are_missed(model: Path) -> None:
+def test_evicted_objects_leave_the_inventory_when_they_are_missed(model: Path) -> None:
     with Daemon(8 * MiB) as daemon, adapter(daemon, model) as made:
         for start in range(0, 400, 20):
             put(made, range(start, start + 20))

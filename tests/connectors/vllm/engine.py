@@ -255,7 +255,7 @@ class Child:
 
         mover = get_kv_transfer_group().worker.mover
         end = time.monotonic() + seconds
-        while mover._to_save or mover._saving:
+        while mover._saves:
             if time.monotonic() > end:
                 return False
             time.sleep(0.005)
@@ -310,7 +310,7 @@ class Child:
         names = [thread.name for thread in threading.enumerate() if thread.name.startswith("kvtier")]
         lines = Path("/proc/self/status").read_text().splitlines()
         rss = next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
-        return {"threads": len(names), "jobs": len(mover._jobs), "queued": len(mover._to_save), "rss": rss * 1024}
+        return {"threads": len(names), "jobs": len(mover._jobs), "queued": len(mover._saves), "rss": rss * 1024}
 
 
 class Faulty:

@@ -401,7 +401,7 @@ class Stub:
         end = time.monotonic() + 30
         for worker in self.workers:
             mover = worker.connector.worker.mover
-            while mover is not None and (mover._to_save or mover._saving):
+            while mover is not None and mover._saves:
                 assert time.monotonic() < end, "saves do not end"
                 time.sleep(0.002)
         self.step()

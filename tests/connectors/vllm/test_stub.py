@@ -673,12 +673,12 @@ def test_a_silent_daemon_holds_nobody_up(config: Any, store: Daemon, tmp_path: P
         stub.check("r0", "r1", "r2", "r3")
         assert waited < PATIENCE  # a second for the question, not one for each step
         until(
-            lambda: not stub.connector.scheduler._lookup.heart.healthy or silence == "stopped",
+            lambda: not stub.connector.scheduler._lookups.heart.healthy or silence == "stopped",
             "the scheduler's half notices",
         )
         be_patient()
         if silence == "stopped":
-            until(lambda: stub.connector.scheduler._lookup.heart.healthy, "the heart beats again")
+            until(lambda: stub.connector.scheduler._lookups.heart.healthy, "the heart beats again")
             until(lambda: stub.workers[0].connector.worker.mover.heart.healthy, "the worker's too")
             stub.forget()
             stub.add("back", tokens_of(50), 1)

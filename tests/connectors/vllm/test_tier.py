@@ -369,9 +369,9 @@ def test_a_job_that_waited_too_long_touches_nothing(
         monkeypatch.setattr(offload_tier, "LOAD_SECONDS", -1.0)
         assert stack.found(range(4)) == [] and bytes(stack.manager.primary_tier.get_kv_memoryview()) == pool
         monkeypatch.setattr(offload_tier, "LOAD_SECONDS", PATIENCE)
-        monkeypatch.setattr(transfers, "QUESTION_SECONDS", -1.0)
+        monkeypatch.setattr(transfers, "LOOKUP_SECONDS", -1.0)
         assert stack.found(range(4)) == []
-        monkeypatch.setattr(transfers, "QUESTION_SECONDS", PATIENCE)
+        monkeypatch.setattr(transfers, "LOOKUP_SECONDS", PATIENCE)
         assert stack.found(range(4)) == [0, 1, 2, 3]
 
 
@@ -382,15 +382,15 @@ def test_jobs_that_find_no_place_fail_at_once_and_a_reset_waits_for_what_runs(
     with Stack(shared, file, orders.path) as stack:
         orders.give("copy to store", "wait")
         stack.offload(stack.keys([0]))
-        until(lambda: stack.tier._transfers._running == 1, "the first job runs")
+        until(lambda: stack.tier._transfers.storing.running == 1, "the first job runs")
         for n in range(1, 5):
             stack.offload(stack.keys([n]))
         until(lambda: stack.step() or stack.answers, "two are answered")  # type: ignore[func-returns-value]
         assert [answer.success for answer in stack.answers] == [False, False]
-        running = stack.tier._transfers
+        pool = stack.tier._transfers.storing
 
         def take_back() -> None:
-            until(lambda: not any(running._waiting.values()), "the reset fails what waits")
+            until(lambda: not pool.waiting, "the reset fails what waits")
             orders.take_back()
 
         helper = threading.Thread(target=take_back)
@@ -406,7 +406,7 @@ def test_what_requests_asked_for_is_forgotten_with_them(shared: Daemon, file: Pa
     with Stack(shared, file) as stack:
         stack.store(range(4))
         assert stack.found(range(50)) == [0, 1, 2, 3]
-        assert len(stack.tier._questions) == 0 and not stack.tier._questions._by_asker
+        assert len(stack.tier._lookups) == 0 and not stack.tier._lookups._by_asker
 
 
 def test_the_end_stores_what_waits_and_gives_vllms_pool_back(

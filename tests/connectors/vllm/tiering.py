@@ -48,7 +48,7 @@ NBYTES = LAYERS * HEADS * 2 * WIDTH * TOKENS  # of a block in FP8
 _LIMITS: dict[str, Any] = {
     "CALL_SECONDS": objects,
     "ROOM_SECONDS": objects,
-    "QUESTION_SECONDS": transfers,
+    "LOOKUP_SECONDS": transfers,
     "LOAD_SECONDS": offload_tier,
     "STORE_SECONDS": offload_tier,
     "CLOSE_SECONDS": offload_tier,
@@ -305,8 +305,11 @@ class Stack:
             return not self.manager._jobs
 
         until(idle, "every job is answered")
-        until(lambda: not self.tier._transfers._running, "no thread is at one")  # it ends a little after its answer
-        assert not self.tier._transfers._done, "nothing is answered that was not asked"
+        transfers = self.tier._transfers
+        until(
+            lambda: not transfers.loading.running + transfers.storing.running, "no thread is at one"
+        )  # a little after its answer
+        assert not transfers.answers, "nothing is answered that was not asked"
 
     def offload(self, keys: Sequence[bytes]) -> None:
         """As a worker and the scheduler put chunks into the pool; the tier is told of them."""
@@ -339,7 +342,7 @@ class Stack:
             return not {LookupResult.RETRY, LookupResult.HIT_PENDING} & set(asked)
 
         if not answered():
-            known = self.tier._questions._known
+            known = self.tier._lookups._known
             until(lambda: all(question.found is not None for question in known.values()), "every question is answered")
             between()
         until(answered, "every lookup is answered", 4 * PATIENCE)

@@ -27,7 +27,7 @@ from kvtier.connectors.common.object_naming import Spaces
 from kvtier.connectors.common.objects import Item, ObjectTransfer
 from kvtier.connectors.vllm import compat
 from kvtier.connectors.vllm.tier import chunks
-from kvtier.connectors.vllm.tier.transfers import Job, Questions, Transfers
+from kvtier.connectors.vllm.tier.transfers import ChunkLookups, Job, Transfers
 from kvtier.errors import Invalid
 from kvtier.format.identity import NO_CONTEXT
 
@@ -78,7 +78,7 @@ class KvtierTier(SecondaryTierManager):
         self._traffic = ObjectTransfer(
             settings.socket, Spaces({settings.description.model: settings.description}), lambda *_: None, "tier"
         )
-        self._questions = Questions(self._find)
+        self._lookups = ChunkLookups(self._find)
         self._transfers = Transfers(self._move, self._traffic.release_spent, LOADERS)
 
     # -- lookup
@@ -87,19 +87,19 @@ class KvtierTier(SecondaryTierManager):
         """A miss at once where the daemon is away; RETRY until the thread has asked, at most 2 s."""
         if self._ready() is None or not self._traffic.heart.healthy:
             return LookupResult.MISS
-        found = self._questions.ask(key, req_context.req_id)
+        found = self._lookups.ask(key, req_context.req_id)
         if found is None:
             return LookupResult.RETRY
         return LookupResult.HIT if found else LookupResult.MISS
 
     def on_schedule_end(self, context: Any) -> None:
-        self._questions.flush()
+        self._lookups.flush()
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
-        self._questions.forget(req_context.req_id)
+        self._lookups.forget(req_context.req_id)
 
     def _find(self, keys: Sequence[bytes]) -> list[bool] | None:
         """For each key whether the daemon has it in any tier; None where it does not answer."""
@@ -136,7 +136,7 @@ class KvtierTier(SecondaryTierManager):
             partly = None
             if done.job.load and not whole:
                 partly = tuple(done.good) or None
-                self._questions.miss(set(done.job.keys) - set(done.good))
+                self._lookups.miss(set(done.job.keys) - set(done.good))
             results.append(JobResult(done.job.id, whole, partly, done.seconds, len(done.good) * self.block_size_bytes))
         return results
 
@@ -179,7 +179,7 @@ class KvtierTier(SecondaryTierManager):
 
     def shutdown(self) -> None:
         """Stores what waits, for a while, then ends threads and session and lets go of vLLM's pool."""
-        self._questions.close(CLOSE_SECONDS)
+        self._lookups.close(CLOSE_SECONDS)
         if not self._transfers.close(CLOSE_SECONDS, self._traffic.closing.set):
             log.error("kvtier: a transfer has not ended in time")
         self._traffic.close()
