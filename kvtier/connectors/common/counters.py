@@ -1,7 +1,8 @@
 """What connectors count, whatever the engine.
 
-Blocks are counted once per span of tokens, by the half that schedules, whatever the number of ranks, groups and tries; bytes and seconds are each
-rank's own. A question counts when its request is admitted, so tries again add nothing. No label holds a key, a salt, a request or a token.
+Blocks are counted once per span of tokens, by the half that schedules, whatever the number of ranks, groups and tries;
+bytes and seconds are each rank's own. A question counts when its request is admitted, so tries again add nothing. No
+label holds a key, a salt, a request or a token.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What is to be loaded and saved, as plain data that may travel between an engine's processes. Block ids are the engine's; 0 means "not this one"."""
+"""What is to be loaded and saved, as plain data that may travel between an engine's processes. Block ids are the
+engine's; 0 means "not this one"."""
 
 from __future__ import annotations
 

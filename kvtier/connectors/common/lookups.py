@@ -1,8 +1,9 @@
 """Asking the daemon for a scheduler that must not wait: a thread with a client of its own, and a heartbeat.
 
-A request's lookup is answered with the token up to which every part of every rank is known *and held*: the thread leases what it promises, so that
-nothing is evicted between promise and load, and lets go when the lookup is dropped. Nothing else has a side effect. While the daemon does not
-answer, lookups are answered with a miss at once. Methods may be called from any thread; none of them blocks longer than it was told to.
+A request's lookup is answered with the token up to which every part of every rank is known *and held*: the thread
+leases what it promises, so that nothing is evicted between promise and load, and lets go when the lookup is dropped.
+Nothing else has a side effect. While the daemon does not answer, lookups are answered with a miss at once. Methods may
+be called from any thread; none of them blocks longer than it was told to.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ log = logging.getLogger(__name__)
 
 
 def answered(reason: str) -> bool:
-    """Whether a call that gives this reason reached a daemon that works: a block that failed its check is one, and says nothing of the others."""
+    """Whether a call that gives this reason reached a daemon that works: a block that failed its check is one, and says
+    nothing of the others."""
     return reason in TEXTS.values() or reason.startswith(("full", "lost"))
 
 
@@ -50,7 +52,8 @@ def label(reason: str) -> str:
 
 
 class Heart:
-    """Whether the daemon answers, found out every `BEAT`; a failed call elsewhere says so at once. `patience`: instead of `MISSED`."""
+    """Whether the daemon answers, found out every `BEAT`; a failed call elsewhere says so at once. `patience`: instead
+    of `MISSED`."""
 
     def __init__(self, client: Client, name: str, patience: float | None = None) -> None:
         self._client, self._patience = client, patience
@@ -93,7 +96,8 @@ class Heart:
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
-    """What a question needs to know of the namespace: per group tokens of a block, window, and the parts that must all be there."""
+    """What a question needs to know of the namespace: per group tokens of a block, window, and the parts that must all
+    be there."""
 
     ns: RegisteredNamespace
     tokens: tuple[int, ...]
@@ -104,7 +108,8 @@ class GroupShape:
 
 @dataclass(eq=False)
 class RequestLookup:
-    """What one request asks: from token `start` on, at most up to `top`. `hashes` per group: of the blocks from `start // tokens` on."""
+    """What one request asks: from token `start` on, at most up to `top`. `hashes` per group: of the blocks from `start
+    // tokens` on."""
 
     start: int
     top: int
@@ -144,7 +149,8 @@ class LookupQueue:
 
     def __init__(self, client: Client, shape: GroupShape) -> None:
         self._client, self._shape = client, shape
-        # With one part and no window a lease is the answer: what it lacks decides nothing else. That spares a call, which the scheduler waits for.
+        # With one part and no window a lease is the answer: what it lacks decides nothing else. That spares a call,
+        # which the scheduler waits for.
         self._direct = shape.windows == (None,) and len(shape.parts[0]) == 1
         self._cold: deque[tuple[float, RequestLookup]] = deque()  # to be asked again, and when
         self._dropped: deque[RequestLookup] = deque()
@@ -175,7 +181,8 @@ class LookupQueue:
         self._client.close()
 
     def _give(self, lookup: RequestLookup, first: bool = False) -> None:
-        self._pool.give(WorkItem[bool | None](partial(self._find, lookup), partial(self._ended, lookup), None), first)
+        item: WorkItem[bool | None] = WorkItem(partial(self._find, lookup), partial(self._ended, lookup), None)
+        self._pool.give(item, first)
 
     def _ended(self, lookup: RequestLookup, answered: bool | None) -> None:
         """`answered`: as `_find` says; None where it failed."""
@@ -218,7 +225,8 @@ class LookupQueue:
         return True
 
     def _span(self, lookup: RequestLookup, group: int, end: int) -> tuple[int, int]:
-        """Entries of the lookup's hashes of a group that a prefix of `end` tokens needs: all, or those that the window still sees."""
+        """Entries of the lookup's hashes of a group that a prefix of `end` tokens needs: all, or those that the window
+        still sees."""
         tokens, window = self._shape.tokens[group], self._shape.windows[group]
         first = lookup.start // tokens
         low = first if window is None else max(first, max(0, end - window + 1) // tokens)
@@ -261,7 +269,8 @@ class LookupQueue:
         return end
 
     def _hold(self, lookup: RequestLookup, end: int) -> tuple[int, bool]:
-        """Leases what a prefix of `end` tokens needs: (the token up to which it is held, whether only cold blocks are in the way)."""
+        """Leases what a prefix of `end` tokens needs: (the token up to which it is held, whether only cold blocks are
+        in the way)."""
         shape = self._shape
         cold = False
         for group, parts in enumerate(shape.parts):

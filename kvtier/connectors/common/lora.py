@@ -1,4 +1,5 @@
-"""Which weights an adapter's name means. Not thread-safe: one scheduler asks. Reads an adapter's files whole when it first sees it."""
+"""Which weights an adapter's name means. Not thread-safe: one scheduler asks. Reads an adapter's files whole when it
+first sees it."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ log = logging.getLogger(__name__)
 class Adapters:
     """Digests of adapters' weights as they were when this engine first saw them.
 
-    Once an adapter's files change, or it is reloaded in place, nobody can tell which weights wrote what the engine holds under its name, for the
-    engine goes on using what it has loaded: from then on its requests are not cached.
+    Once an adapter's files change, or it is reloaded in place, nobody can tell which weights wrote what the engine
+    holds under its name, for the engine goes on using what it has loaded: from then on its requests are not cached.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,10 @@
-"""Copies between an engine's cache and the store, in threads. The engine waits for a load only if a step needs it, and for a save never.
+"""Copies between an engine's cache and the store, in threads. The engine waits for a load only if a step needs it, and
+for a save never.
 
-Each block's copy is one act under a lock. Whoever takes an engine block away (a fence, a deadline, a cancelled request) does so under that lock: a
-copy that has begun ends first, one that has not never begins. So no copy reads a block that has a new owner, and none writes into a block that was
-reported as failed. `load`, `finished`, `fence` and `save` are called by the engine's thread; the rest of the world may call `drain` and `close`.
+Each block's copy is one act under a lock. Whoever takes an engine block away (a fence, a deadline, a cancelled request)
+does so under that lock: a copy that has begun ends first, one that has not never begins. So no copy reads a block that
+has a new owner, and none writes into a block that was reported as failed. `load`, `finished`, `fence` and `save` are
+called by the engine's thread; the rest of the world may call `drain` and `close`.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ log = logging.getLogger(__name__)
 
 
 class Cache(Protocol):
-    """One group of the engine's caches on this rank, `extents` being its place in a block. `saver`: whether this rank saves it."""
+    """One group of the engine's caches on this rank, `extents` being its place in a block. `saver`: whether this rank
+    saves it."""
 
     extents: Extents
     saver: bool
@@ -53,7 +56,8 @@ class Cache(Protocol):
         """(clipped FP8 codes, the layer of a value that is not finite or "")."""
 
     def read(self, ready: Any, entries: Sequence[Sequence[int]], bodies: Sequence[Body]) -> None:
-        """Copies blocks into the engine blocks that are wanted, once `ready` has come, and returns when they are there."""
+        """Copies blocks into the engine blocks that are wanted, once `ready` has come, and returns when they are
+        there."""
 
 
 class _Stop(Exception):
@@ -83,7 +87,8 @@ class LoadJob:
 
 @dataclass(eq=False)
 class _SaveJob:
-    """`limit`: entries from here on may not be copied any more; `copied`: those before have been; `began`: when the thread took it, or 0."""
+    """`limit`: entries from here on may not be copied any more; `copied`: those before have been; `began`: when the
+    thread took it, or 0."""
 
     save: Save
     ready: Any
@@ -99,8 +104,9 @@ class _SaveJob:
 
 
 class Mover:
-    """Threads over one client. `caches` and `ranges` are per group, None where this rank holds nothing. `count(name, value, label)` is called from
-    any thread; `stored(id, n)` for each save: how many leading blocks of it are in the store."""
+    """Threads over one client. `caches` and `ranges` are per group, None where this rank holds nothing. `count(name,
+    value, label)` is called from any thread; `stored(id, n)` for each save: how many leading blocks of it are in the
+    store."""
 
     def __init__(
         self,
@@ -130,8 +136,8 @@ class Mover:
     # -- loads
 
     def load(self, loads: Sequence[Load], ready: Any = None) -> None:
-        """Starts loads, and waits for those that the next step needs. `ready`: an event of the device after which nobody reads what was in these
-        blocks before."""
+        """Starts loads, and waits for those that the next step needs. `ready`: an event of the device after which
+        nobody reads what was in these blocks before."""
         jobs = [
             LoadJob(load, time.monotonic() + (SYNC_SECONDS if load.sync else LOAD_SECONDS), [0] * len(load.runs), ready)
             for load in loads
@@ -226,10 +232,12 @@ class Mover:
                 fresh.append(_SaveJob(save, ready, n))
             self._saves += fresh
         for job in fresh:
-            self._saving.give(WorkItem[int | None](partial(self._save, job), partial(self._saved, job), None))
+            item: WorkItem[int | None] = WorkItem(partial(self._save, job), partial(self._saved, job), None)
+            self._saving.give(item)
 
     def fence(self, blocks: set[int]) -> None:
-        """These engine blocks get new owners now. A save that is being copied from them may end within `FENCE_SECONDS`; others are cut short."""
+        """These engine blocks get new owners now. A save that is being copied from them may end within `FENCE_SECONDS`;
+        others are cut short."""
         until = time.monotonic() + FENCE_SECONDS
         with self._changed:
             while time.monotonic() < until and any(
@@ -307,8 +315,9 @@ class Mover:
         return slots.sealed
 
     def _copy(self, job: _SaveJob, cache: Cache, first: int, entry: int, slot: Body) -> int:
-        """Copies one block out, as one act under the lock. Returns its clipped codes. Raises _Stop if it has a new owner or a value is not finite:
-        the batch from `first` on is then copied anew up to here, so these blocks are fenced again."""
+        """Copies one block out, as one act under the lock. Returns its clipped codes. Raises _Stop if it has a new
+        owner or a value is not finite: the batch from `first` on is then copied anew up to here, so these blocks are
+        fenced again."""
         with self._copying:
             if entry >= job.limit:
                 job.copied = first
@@ -337,7 +346,8 @@ class Mover:
     # -- the end
 
     def drain(self, seconds: float) -> None:
-        """Lets saves end for so long, then drops the rest: afterwards no thread touches the engine's memory until there is new work."""
+        """Lets saves end for so long, then drops the rest: afterwards no thread touches the engine's memory until there
+        is new work."""
         with self._changed:
             self._changed.wait_for(lambda: not self._saves, seconds)
             jobs = list(self._saves)

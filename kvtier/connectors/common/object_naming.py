@@ -1,9 +1,10 @@
 """Which namespace, block and request context an object of LMCache is.
 
-An object key of LMCache says model name, rank, object group, chunk hash and salt; not what the bytes mean. That comes from two sides: the
-description that the operator gives for the model, and shapes and dtypes that LMCache gives with each object. Both stand in the namespace of the
-object: the opaque layout's digest is over shapes and dtypes, and the description's digest is a field. Name, rank, group and chunk hash make the
-content hash; the salt makes the request context. Pure but for a bounded cache; thread-safe.
+An object key of LMCache says model name, rank, object group, chunk hash and salt; not what the bytes mean. That comes
+from two sides: the description that the operator gives for the model, and shapes and dtypes that LMCache gives with
+each object. Both stand in the namespace of the object: the opaque layout's digest is over shapes and dtypes, and the
+description's digest is a field. Name, rank, group and chunk hash make the content hash; the salt makes the request
+context. Pure but for a bounded cache; thread-safe.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _PERSON_FORM = b"kvtier.lmc.form1"
 
 @dataclass(frozen=True, slots=True)
 class ObjectForm:
-    """What one object consists of: dtype and shape of each of its tensors, which lie back to back, and their bytes in all."""
+    """What one object consists of: dtype and shape of each of its tensors, which lie back to back, and their bytes in
+    all."""
 
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
     nbytes: int

@@ -1,8 +1,10 @@
-"""The bytes' way: objects of LMCache into slots of the daemon and back, one copy each way, straight between its buffers and the mapped arena.
+"""The bytes' way: objects of LMCache into slots of the daemon and back, one copy each way, straight between its buffers
+and the mapped arena.
 
-Called from the adapter's own threads, any number at once; every call to the daemon has a deadline and every method one of its own, after which it
-touches no buffer any more. Failures cost objects, never an exception: what is not there, not whole or not in time is left out. What lookups hold
-is at most an eighth of the arena, half of what a session may hold, so that holding never starves moving.
+Called from the adapter's own threads, any number at once; every call to the daemon has a deadline and every method one
+of its own, after which it touches no buffer any more. Failures cost objects, never an exception: what is not there, not
+whole or not in time is left out. What lookups hold is at most an eighth of the arena, half of what a session may hold,
+so that holding never starves moving.
 """
 
 from __future__ import annotations
@@ -115,7 +117,8 @@ class ObjectTransfer:
     def bundles(
         self, keys: Sequence[Any], forms: Sequence[ObjectForm | Space | None], objects: Sequence[Any] | None = None
     ) -> list[Bundle]:
-        """The keys by namespace and context, in order. Left out: what has no namespace or safe hash, objects of another size than their shapes."""
+        """The keys by namespace and context, in order. Left out: what has no namespace or safe hash, objects of another
+        size than their shapes."""
         found: dict[tuple[int, bytes], Bundle] = {}
         for at, (key, form) in enumerate(zip(keys, forms, strict=True)):
             space = self._spaces.find(key.model_name, form) if isinstance(form, ObjectForm) else form
@@ -153,7 +156,8 @@ class ObjectTransfer:
     # -- store
 
     def store(self, bundle: Bundle, until: float, stored: Callable[[Space, Sequence[Item]], None]) -> int:
-        """Stores a bundle's items in order, until that time, and tells `stored` of each batch. How many are in the daemon now, from the front."""
+        """Stores a bundle's items in order, until that time, and tells `stored` of each batch. How many are in the
+        daemon now, from the front."""
         space, context, items = bundle
         room, size, done = time.monotonic() + ROOM_SECONDS, self._batch(space), 0
         while done < len(items) and self.heart.healthy and not self.closing.is_set() and time.monotonic() < until:
@@ -207,7 +211,8 @@ class ObjectTransfer:
     # -- lookup
 
     def known(self, space: Space, context: bytes, hashes: Sequence[bytes], stop: int = 0) -> list[int] | None:
-        """Which of these the daemon has whole, in any tier. None: it does not answer. `stop` = pb.MISS: it has said that the first is not there."""
+        """Which of these the daemon has whole, in any tier. None: it does not answer. `stop` = pb.MISS: it has said
+        that the first is not there."""
         found: list[int] = []
         first_missing = 0
         if stop != pb.MISS:
@@ -237,10 +242,11 @@ class ObjectTransfer:
     def hold(
         self, space: Space, context: bytes, hashes: Sequence[bytes], held_bytes: int
     ) -> tuple[list[Lease], int, int | None]:
-        """Leases leading blocks, as far as there is room beside `held_bytes`, and starts to bring up those behind that are cold.
+        """Leases leading blocks, as far as there is room beside `held_bytes`, and starts to bring up those behind that
+        are cold.
 
-        (the leases, one for each piece; how many blocks each has at least; where the next one stands: pb.MISS, another stop, 0 where it was not
-        asked for, None where the daemon does not answer)
+        (the leases, one for each piece; how many blocks each has at least; where the next one stands: pb.MISS, another
+        stop, 0 where it was not asked for, None where the daemon does not answer)
         """
         most = max(0, self._arena_bytes() // HELD_SHARE - held_bytes) // space.slot_bytes
         leases: list[Lease] = []
@@ -281,7 +287,8 @@ class ObjectTransfer:
     # -- load
 
     def load(self, bundle: Bundle, until: float) -> tuple[list[Item], list[Item]]:
-        """Copies a bundle's items into their buffers, until that time: (those that are whole in theirs, those that the daemon has no more)."""
+        """Copies a bundle's items into their buffers, until that time: (those that are whole in theirs, those that the
+        daemon has no more)."""
         space, context, left = bundle
         pause, size = PAUSE, self._batch(space)
         good: list[Item] = []
@@ -332,7 +339,8 @@ class ObjectTransfer:
         return got, stop, reason
 
     def release_spent(self) -> None:
-        """Ends the leases of loads. Called once their task is answered: it costs a call that LMCache need not wait for."""
+        """Ends the leases of loads. Called once their task is answered: it costs a call that LMCache need not wait
+        for."""
         while self._spent:
             try:
                 lease = self._spent.popleft()

@@ -1,7 +1,8 @@
 """The namespace of a running engine: what its ranks report, merged, and what only the engine's configuration says.
 
-The scheduler half calls this once, after the weights are loaded and the engine has fixed its hash seed. Fields that all ranks share must agree,
-and every rank must have reported; else there is no namespace and the connector stays off. Blocks on disk while local weights are fingerprinted.
+The scheduler half calls this once, after the weights are loaded and the engine has fixed its hash seed. Fields that all
+ranks share must agree, and every rank must have reported; else there is no namespace and the connector stays off.
+Blocks on disk while local weights are fingerprinted.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def refusal(reason: str) -> str:
 
 
 def read_reports(reports: Mapping[RankId, str]) -> dict[RankId, dict[str, Any]]:
-    """The ranks' reports as data. Raises Invalid with the first rank's reason if one refuses, and for a world that is not a full rectangle."""
+    """The ranks' reports as data. Raises Invalid with the first rank's reason if one refuses, and for a world that is
+    not a full rectangle."""
     data = {rank: json.loads(text) for rank, text in sorted(reports.items())}
     for rank, said in data.items():
         if "refused" in said:
@@ -46,7 +48,8 @@ def read_reports(reports: Mapping[RankId, str]) -> dict[RankId, dict[str, Any]]:
 
 
 def merge(data: dict[RankId, dict[str, Any]], engine_blocks: int, **common: Any) -> EngineNamespace:
-    """The namespace of all ranks. Raises Invalid, naming rank and field, where ranks disagree on what they must share."""
+    """The namespace of all ranks. Raises Invalid, naming rank and field, where ranks disagree on what they must
+    share."""
     first = next(iter(data.values()))
     for rank, said in data.items():
         for name in ("physical", "backend", "packing", "mode"):
@@ -68,7 +71,8 @@ def merge(data: dict[RankId, dict[str, Any]], engine_blocks: int, **common: Any)
             for name in ("kind", "heads_total", "tokens", "window", "digest"):
                 if group[name] != shape[name]:
                     raise Invalid(
-                        f"ranks disagree: {name} of group {number} is {group[name]!r} on {rank} and {shape[name]!r} elsewhere"
+                        f"ranks disagree: {name} of group {number} is {group[name]!r} on {rank} and {shape[name]!r} "
+                        "elsewhere"
                     )
             for layer_name, formats, values in group["layers"]:
                 at = index[_key(rank, group["kind"], layer_name)]
@@ -118,7 +122,8 @@ def merge(data: dict[RankId, dict[str, Any]], engine_blocks: int, **common: Any)
 
 
 def _key(rank: RankId, kind: str, name: str) -> tuple[int, str]:
-    """What a layer is, across ranks: opaque bytes differ on every tensor rank, so there each rank has layers of its own."""
+    """What a layer is, across ranks: opaque bytes differ on every tensor rank, so there each rank has layers of its
+    own."""
     return (rank[1] if kind == "opaque" else 0, name)
 
 
@@ -154,7 +159,8 @@ def _add_scales(
             scales[name] = full[:low] + "".join(own) + full[high:]
         elif scales.setdefault(name, own[0]) != own[0]:
             raise Invalid(
-                f"ranks disagree on {part.name}_scale of layer {layer.index}: rank {rank} has {own[0]}, others {scales[name]}"
+                f"ranks disagree on {part.name}_scale of layer {layer.index}: rank {rank} has {own[0]}, others "
+                f"{scales[name]}"
             )
 
 

@@ -1,8 +1,8 @@
 """Threads with a bounded queue, and answers that wait to be fetched: what keeps an engine's own thread from waiting.
 
-A task that is given to a `WorkerPool` is answered exactly once, whatever happens: `end` takes what `run` returned, or `failed` where `run` raised, the
-task waited past its deadline, the queue had no place for it, or the pool was closed before its turn. Thread-safe; `end` and `idle` are called
-without a lock held. Knows no engine.
+A task that is given to a `WorkerPool` is answered exactly once, whatever happens: `end` takes what `run` returned, or
+`failed` where `run` raised, the task waited past its deadline, the queue had no place for it, or the pool was closed
+before its turn. Thread-safe; `end` and `idle` are called without a lock held. Knows no engine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WorkItem(Generic[R]):
-    """`run` does it; `end` takes what it returned, or `failed`. It is not begun after `until`. `size`: what it takes of the queue's limit."""
+    """`run` does it; `end` takes what it returned, or `failed`. It is not begun after `until`. `size`: what it takes of
+    the queue's limit."""
 
     run: Callable[[], R]
     end: Callable[[R], None]
@@ -37,7 +38,8 @@ class WorkerPool:
     """Threads that take tasks from one queue in order.
 
     limit   sizes of waiting tasks together; what would exceed it fails at once
-    idle    called by a thread after each task, after `wake`, and when nothing has come for `tick` seconds, or for as long as it returned
+    idle    called by a thread after each task, after `wake`, and when nothing has come for `tick` seconds, or for as
+            long as it returned
     noun    what a task is, for the log
     """
 

@@ -1,7 +1,9 @@
-"""The L2 adapter that LMCache's storage manager drives: it queues tasks, answers them and keeps the inventory; `ObjectTransfer` moves the bytes.
+"""The L2 adapter that LMCache's storage manager drives: it queues tasks, answers them and keeps the inventory;
+`ObjectTransfer` moves the bytes.
 
-Its one rule: nothing here waits for the daemon on LMCache's threads, and nothing raises. Each task's id is answered exactly once, by a failure where
-need be. `delete` alone waits, at most DELETE_SECONDS, as LMCache reads the usage right behind it; the deletion goes on by itself.
+Its one rule: nothing here waits for the daemon on LMCache's threads, and nothing raises. Each task's id is answered
+exactly once, by a failure where need be. `delete` alone waits, at most DELETE_SECONDS, as LMCache reads the usage right
+behind it; the deletion goes on by itself.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ log = logging.getLogger(__name__)
 
 
 class KvtierL2Adapter(L2AdapterInterface):
-    """See `docs/lmcache.md`. Made by LMCache, with settings that `KvtierL2AdapterConfig` has checked, or with the plain parameters."""
+    """See `docs/lmcache.md`. Made by LMCache, with settings that `KvtierL2AdapterConfig` has checked, or with the plain
+    parameters."""
 
     config_class_name = "KvtierL2AdapterConfig"
 
@@ -123,8 +126,8 @@ class KvtierL2Adapter(L2AdapterInterface):
         self._asking.wake()
 
     def _lookup(self, keys: list[Any], layouts: dict[int, Any]) -> Any:
-        """What the daemon has, in any tier; the leading part of it is held until it is unlocked. A layout that LMCache does not say is that under
-        which this process has stored the key."""
+        """What the daemon has, in any tier; the leading part of it is held until it is unlocked. A layout that LMCache
+        does not say is that under which this process has stored the key."""
         self._meet(keys)
         bitmap = Bitmap(len(keys))
         said = {group: form_of(layout.shapes, layout.dtypes) for group, layout in layouts.items()}
@@ -148,7 +151,8 @@ class KvtierL2Adapter(L2AdapterInterface):
         return bitmap
 
     def _hold(self, space: Space, context: bytes, items: Sequence[Item]) -> list[int] | None:
-        """Which of the items the daemon has; what of them it has warm from the first on is held. None: it does not answer."""
+        """Which of the items the daemon has; what of them it has warm from the first on is held. None: it does not
+        answer."""
         hashes = [item.hash for item in items]
         leases, held, stop = self._traffic.hold(space, context, hashes, self._holds.nbytes)
         if stop is None:
@@ -275,7 +279,8 @@ class KvtierL2Adapter(L2AdapterInterface):
         if not self._short and any(len(key.chunk_hash) < MIN_HASH_BYTES for key in keys):
             self._short = True
             log.warning(
-                "kvtier: LMCache hashes chunks by Python's own hash, which differs between processes: nothing is stored; use blake3"
+                "kvtier: LMCache hashes chunks by Python's own hash, which differs between processes: nothing is "
+                "stored; use blake3"
             )
 
     def _count(self, name: str, n: int) -> None:

@@ -1,8 +1,8 @@
 """What this server has put into the daemon or found there, and what it holds for LMCache.
 
-The daemon knows keys, LMCache's eviction and quotas want object keys with sizes: `Inventory` keeps these, as far as this process has met them. `Holds`
-keeps the leases that stand behind LMCache's locks: from a lookup until the unlock, or until `HOLD_SECONDS` are over, for an unlock may never come.
-No I/O; both are thread-safe.
+The daemon knows keys, LMCache's eviction and quotas want object keys with sizes: `Inventory` keeps these, as far as
+this process has met them. `Holds` keeps the leases that stand behind LMCache's locks: from a lookup until the unlock,
+or until `HOLD_SECONDS` are over, for an unlock may never come. No I/O; both are thread-safe.
 """
 
 from __future__ import annotations

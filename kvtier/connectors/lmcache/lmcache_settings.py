@@ -1,4 +1,5 @@
-"""The settings of the LMCache adapter, from `adapter_params`: read once, checked, refused by name. Reads the description files; no other I/O."""
+"""The settings of the LMCache adapter, from `adapter_params`: read once, checked, refused by name. Reads the
+description files; no other I/O."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ MAX_MODELS = 64
 HELP = """kvtier L2 adapter, adapter_params:
 - namespaces (object): the name under which LMCache knows a model -> file with its description (required);
   `kvtier namespace MODEL --save FILE` writes such a file
-- socket (str): path of the daemon's socket (default: where kvtier-server listens)
-- max_capacity_gb (number): what LMCache's own eviction may fill, in GiB (default 0: LMCache evicts nothing here, the daemon does)"""
+- socket (str): path of the daemon's socket (default: where kvtier-server listens) - max_capacity_gb (number): what
+LMCache's own eviction may fill, in GiB (default 0: LMCache evicts nothing here, the daemon does)"""
 
 
 class KvtierL2AdapterConfig(L2AdapterConfigBase):
@@ -40,7 +41,8 @@ class KvtierL2AdapterConfig(L2AdapterConfigBase):
             or not all(isinstance(part, str) and part for pair in files.items() for part in pair)
         ):
             raise Invalid(
-                "kvtier does not store what has no identity: LMCache's key holds neither revision nor dtype nor scales. Write "
+                "kvtier does not store what has no identity: LMCache's key holds neither revision nor dtype nor "
+                "scales. Write "
                 '"namespaces": {"MODEL AS LMCACHE NAMES IT": "FILE"} with a file that `kvtier namespace MODEL --save FILE` has written'
             )
         if len(files) > MAX_MODELS:

@@ -1,7 +1,8 @@
-"""The one place that knows which vLLM versions there are. The connector is written against 0.32 and 0.33, whose interfaces differ in additions only:
+"""The one place that knows which vLLM versions there are. The connector is written against 0.32 and 0.33, whose
+interfaces differ in additions only:
 
-0.33 adds supports_sleep_mode, unregister_kv_caches and restore_kv_caches, and gives the configuration num_hash_lookahead_tokens. A test compares
-the signatures of the installed version with what was recorded of both.
+0.33 adds supports_sleep_mode, unregister_kv_caches and restore_kv_caches, and gives the configuration
+num_hash_lookahead_tokens. A test compares the signatures of the installed version with what was recorded of both.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ log = logging.getLogger(__name__)
 
 
 def prepare() -> None:
-    """Lets our log go where vLLM's goes, and says so where the connector meets a version that nobody has tried it with."""
+    """Lets our log go where vLLM's goes, and says so where the connector meets a version that nobody has tried it
+    with."""
     ours, theirs = logging.getLogger("kvtier"), logging.getLogger("vllm")
     if not ours.handlers and theirs.handlers:
         ours.handlers, ours.propagate = theirs.handlers, False

@@ -1,7 +1,9 @@
-"""What a rank has really loaded: its KV caches as pages that can be copied, and the report that the namespace is made of.
+"""What a rank has really loaded: its KV caches as pages that can be copied, and the report that the namespace is made
+of.
 
-Every layer is looked at by itself: its spec, its tensor, its backend, its live scales; no global setting is believed. What is not known to be
-plain K and V becomes an opaque run of bytes whose digest says what wrote it. What kvtier does not know how to keep is refused here, by name.
+Every layer is looked at by itself: its spec, its tensor, its backend, its live scales; no global setting is believed.
+What is not known to be plain K and V becomes an opaque run of bytes whose digest says what wrote it. What kvtier does
+not know how to keep is refused here, by name.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from kvtier.errors import Invalid
 from kvtier.format.identity import canonical_json, f32_hex
 from kvtier.format.layout import FP8, Part
 
-# Backends whose page is [heads, tokens, K | V] in plain numbers: read in their source (vLLM 0.32, 0.33). MLA: [1, tokens, latent].
+# Backends whose page is [heads, tokens, K | V] in plain numbers: read in their source (vLLM 0.32, 0.33). MLA: [1,
+# tokens, latent].
 PLAIN = frozenset(("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"))
 DUAL = "CUSTOM"  # kvtier's own, whose page is the same; elsewhere a CUSTOM backend is one that nobody knows
 PLAIN_LATENT = frozenset(("FLASHMLA", "TRITON_MLA", "CUTLASS_MLA", "FLASHINFER_MLA", "FLASH_ATTN_MLA"))
@@ -61,8 +64,8 @@ class Rank:
 
 
 def inspect(config: Any, kv_config: Any, kv_caches: dict[str, torch.Tensor], tp_rank: int, asked: str = "auto") -> Rank:
-    """What this rank has loaded, in the mode that is `asked` for or follows from it. Raises Invalid, naming the layer, for what kvtier does not know
-    how to keep, and for a mode that cannot be."""
+    """What this rank has loaded, in the mode that is `asked` for or follows from it. Raises Invalid, naming the layer,
+    for what kvtier does not know how to keep, and for a mode that cannot be."""
     parallel, modules = config.parallel_config, config.compilation_config.static_forward_context
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise Invalid("context parallelism spreads the tokens of a block over ranks: kvtier does not keep such caches")
@@ -76,7 +79,8 @@ def inspect(config: Any, kv_config: Any, kv_caches: dict[str, torch.Tensor], tp_
             or not group.kv_cache_spec.prefix_cacheable
         ):
             raise Invalid(
-                f"KV cache group {number} belongs to a draft model or cannot be shared by content: kvtier does not keep such caches"
+                f"KV cache group {number} belongs to a draft model or cannot be shared by content: kvtier does not "
+                "keep such caches"
             )
         made: GroupCaches | None = None
         for name in group.layer_names:
@@ -91,7 +95,8 @@ def inspect(config: Any, kv_config: Any, kv_caches: dict[str, torch.Tensor], tp_
             made = made or one
             if (one.shape, one.ratio) != (made.shape, made.ratio):
                 raise Invalid(
-                    f"layer {name} differs from its KV cache group: {one.shape}, {one.ratio} kernel blocks, not {made.shape}, {made.ratio}"
+                    f"layer {name} differs from its KV cache group: {one.shape}, {one.ratio} kernel blocks, not "
+                    f"{made.shape}, {made.ratio}"
                 )
             made.layers.append((name, parts))
             formats.add(reader.format)
@@ -118,7 +123,8 @@ def inspect(config: Any, kv_config: Any, kv_caches: dict[str, torch.Tensor], tp_
 def _quantizing(
     group: GroupCaches, in_place: bool, page_flags: torch.Tensor | None, kv_caches: dict[str, torch.Tensor]
 ) -> quantizing.QuantizedCaches:
-    """The same caches, whose blocks are FP8 outside. Raises Invalid where rows do not stand on multiples of 16 elements."""
+    """The same caches, whose blocks are FP8 outside. Raises Invalid where rows do not stand on multiples of 16
+    elements."""
     first = group.layers[0]
     cache, native = kv_caches[first[0]], first[1][0].part.dtype
     if cache.device.type == "cpu":
@@ -185,11 +191,13 @@ class _Layer:
             or cache.shape[1] != spec.num_heads
         ):
             raise Invalid(
-                f"layer {self.name}: a cache of shape {tuple(cache.shape)} is not {num_blocks} blocks of {spec.block_size} tokens"
+                f"layer {self.name}: a cache of shape {tuple(cache.shape)} is not {num_blocks} blocks of "
+                f"{spec.block_size} tokens"
             )
         if cache.shape[3] * item != spec.state_content_size_bytes or cache.stride(3) != 1:
             raise Invalid(
-                f"layer {self.name}: {cache.shape[3] * item} bytes a token and head, not {spec.state_content_size_bytes}"
+                f"layer {self.name}: {cache.shape[3] * item} bytes a token and head, not "
+                f"{spec.state_content_size_bytes}"
             )
         plain = self.dtype and self.backend in (PLAIN_LATENT if self.kind == "latent" else PLAIN)
         plain = plain or (
@@ -217,7 +225,8 @@ class _Layer:
         used = float(getattr(self.module, f"_{scale}_scale_float"))
         if len(live) == 1 and f32_hex(live[0]) != f32_hex(used):
             raise Invalid(
-                f"layer {self.name}: its {scale}_scale is {live[0]} on the device and {used} on the host: which one its kernel uses is unknown"
+                f"layer {self.name}: its {scale}_scale is {live[0]} on the device and {used} on the host: which one "
+                "its kernel uses is unknown"
             )
         if len(live) == 1 or self.backend == CPU:  # CPU kernels use one scale whatever the checkpoint has: the largest
             return PartCache(Part(name, width, self.dtype, "tensor"), cells, [used])
@@ -236,7 +245,8 @@ class _Layer:
         return PartCache(Part("bytes", cells[0].numel() * (self.spec.block_size // cache.shape[2]), "u8"), cells)
 
     def shape(self, config: Any, tp_rank: int) -> dict[str, Any]:
-        """What all layers of a group share, with this rank's heads. Raises Invalid where heads do not divide as vLLM divides them."""
+        """What all layers of a group share, with this rank's heads. Raises Invalid where heads do not divide as vLLM
+        divides them."""
         spec, tp = self.spec, config.parallel_config.tensor_parallel_size
         if getattr(spec, "attention_chunk_size", None) is not None:
             raise Invalid(f"layer {self.name}: chunked local attention is not kept by kvtier")

@@ -1,4 +1,5 @@
-"""The namespace of a running engine: what its ranks have loaded, merged, with what only the engine's configuration says."""
+"""The namespace of a running engine: what its ranks have loaded, merged, with what only the engine's configuration
+says."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from kvtier.models.checkpoint import settings_of
 
 
 class Naming:
-    """Made when the ranks have reported: reads weights' fingerprints then, so it may block on disk. Raises Invalid where there is no identity."""
+    """Made when the ranks have reported: reads weights' fingerprints then, so it may block on disk. Raises Invalid
+    where there is no identity."""
 
     def __init__(self, config: Any, settings: VllmSettings, reports: dict[RankId, str]) -> None:
         self._config, self._settings = config, settings
@@ -52,7 +54,8 @@ class Naming:
         quick = "xxhash" in algorithm
         if quick and os.environ.get("PYTHONHASHSEED") is None:
             raise Invalid(
-                f"prefix_caching_hash_algo {algorithm} starts from a random seed in each process: set PYTHONHASHSEED, or choose sha256_cbor"
+                f"prefix_caching_hash_algo {algorithm} starts from a random seed in each process: set PYTHONHASHSEED, "
+                "or choose sha256_cbor"
             )
         if any(size % hash_tokens for size in tokens):
             raise Invalid(

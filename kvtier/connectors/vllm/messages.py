@@ -1,4 +1,5 @@
-"""What the connector's halves tell each other: plans go from the scheduler to every worker with each step, reports come back with its output."""
+"""What the connector's halves tell each other: plans go from the scheduler to every worker with each step, reports come
+back with its output."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ from kvtier.format.layout import Range
 
 @dataclass
 class StepPlan(KVConnectorMetadata):
-    """One step. `fence`: engine blocks that this step hands to a new owner. `description`: canonical bytes of the namespace, and `ranges`, what
-    each rank holds of it: once, in the first plan that has them. `idle`: this step computes nothing."""
+    """One step. `fence`: engine blocks that this step hands to a new owner. `description`: canonical bytes of the
+    namespace, and `ranges`, what each rank holds of it: once, in the first plan that has them. `idle`: this step
+    computes nothing."""
 
     description: bytes = b""
     ranges: dict[RankId, list[Range | None]] = field(default_factory=dict)

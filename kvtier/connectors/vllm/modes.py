@@ -4,8 +4,8 @@
     dual           quantized on save, read in place as FP8     expand         quantized on save, dequantized on restore
                    by kvtier's attention backend
 
-`auto` is passthrough for an FP8 cache, dual where kvtier's backend is active and nothing speaks against it, else native. Pure functions of what the
-engine has loaded.
+`auto` is passthrough for an FP8 cache, dual where kvtier's backend is active and nothing speaks against it, else
+native. Pure functions of what the engine has loaded.
 """
 
 from __future__ import annotations

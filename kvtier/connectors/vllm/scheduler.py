@@ -1,9 +1,10 @@
-"""The scheduler's half: what to promise, what to load, what to save. One rule: nothing here waits for the daemon but `LookupQueue.ask`, for 1 ms.
+"""The scheduler's half: what to promise, what to load, what to save. One rule: nothing here waits for the daemon but
+`LookupQueue.ask`, for 1 ms.
 
-Per request it keeps a lookup (and what is held for it), one load at a time, and how far saving has been planned. A promise is made for blocks
-that are held; a load that fails is remembered for the request's life and not tried again. Saves are planned when the step that fills a block is
-planned; where that step depends on a load that may still fail they are kept back until every rank has reported. Called by vLLM's scheduler, from
-one thread.
+Per request it keeps a lookup (and what is held for it), one load at a time, and how far saving has been planned. A
+promise is made for blocks that are held; a load that fails is remembered for the request's life and not tried again.
+Saves are planned when the step that fills a block is planned; where that step depends on a load that may still fail
+they are kept back until every rank has reported. Called by vLLM's scheduler, from one thread.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class RequestState:
-    """One request. `context` None: not cached. `limit`: no token from here on is ever promised. `saved`: blocks planned, per group.
-    `tainted`: what it computes may rest on blocks that were not loaded, so it is not saved."""
+    """One request. `context` None: not cached. `limit`: no token from here on is ever promised. `saved`: blocks
+    planned, per group. `tainted`: what it computes may rest on blocks that were not loaded, so it is not saved."""
 
     request: Any
     context: bytes | None
@@ -62,7 +63,8 @@ class SchedulerHalf:
         self._hash_tokens = kv_config.hash_block_size or config.cache_config.hash_block_size or self._block_tokens[0]
         self._align = math.lcm(*self._tokens)
         self._windows = [window_of(group.kv_cache_spec) for group in kv_config.kv_cache_groups]
-        # With several groups, or a window whose blocks are of no use without each other, a load is whole or failed, which only async loads can say.
+        # With several groups, or a window whose blocks are of no use without each other, a load is whole or failed,
+        # which only async loads can say.
         self._all_or_nothing = len(self._tokens) > 1 or any(self._windows)
         self._sync = settings.load == "sync" and not self._all_or_nothing
         self.manager: Any = None  # the engine's cache manager, once there is one
@@ -134,7 +136,8 @@ class SchedulerHalf:
         self._requests[request.request_id] = RequestState(request, self._context(request), [0] * len(self._tokens))
 
     def _context(self, request: Any) -> bytes | None:
-        """The request context. None where the request cannot be cached: its adapter's weights are not known for certain."""
+        """The request context. None where the request cannot be cached: its adapter's weights are not known for
+        certain."""
         if request.resumable:
             return None
         adapter = b""
@@ -150,7 +153,8 @@ class SchedulerHalf:
         return request_context(adapter, request.cache_salt)
 
     def match(self, request: Any, local: int) -> tuple[int | None, bool]:
-        """Tokens that can be loaded beyond the first `local`, and whether between steps. (None, False): ask later. No side effect on the engine."""
+        """Tokens that can be loaded beyond the first `local`, and whether between steps. (None, False): ask later. No
+        side effect on the engine."""
         asked = self._requests.get(request.request_id)
         if (
             asked is None
@@ -294,7 +298,8 @@ class SchedulerHalf:
         return fence
 
     def _saves(self, output: Any) -> list[tuple[RequestState, Save]]:
-        """Blocks that are full after this step and were not planned before, local hits among them (what is stored already costs a question)."""
+        """Blocks that are full after this step and were not planned before, local hits among them (what is stored
+        already costs a question)."""
         saves = []
         cached = output.scheduled_cached_reqs
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
@@ -377,8 +382,9 @@ class SchedulerHalf:
                 self._distrust(load.runs[0].block_ids(good))
 
     def _distrust(self, bad: set[int]) -> None:
-        """A step has run on blocks that were not loaded. What it and later ones computed is not saved, and the engine must not share it: its
-        own cache has had the hashes of these blocks since they were allocated, and would keep them if the request were aborted now."""
+        """A step has run on blocks that were not loaded. What it and later ones computed is not saved, and the engine
+        must not share it: its own cache has had the hashes of these blocks since they were allocated, and would keep
+        them if the request were aborted now."""
         self._kept_back = []
         for rid, asked in self._requests.items():
             asked.tainted = True
@@ -405,7 +411,8 @@ class SchedulerHalf:
         return None if stats.is_empty() else stats
 
     def reset(self) -> bool:
-        """Nothing from before is served or added to any more: all that follows is under a context of this engine's own."""
+        """Nothing from before is served or added to any more: all that follows is under a context of this engine's
+        own."""
         self._generation = os.urandom(32)
         for asked in self._requests.values():
             self._drop(asked)

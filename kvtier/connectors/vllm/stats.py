@@ -1,4 +1,5 @@
-"""What the connector counts, in vLLM's form: numbers that ranks and steps add up, and the Prometheus counters made of them.
+"""What the connector counts, in vLLM's form: numbers that ranks and steps add up, and the Prometheus counters made of
+them.
 
 Values travel as one flat dict: "name" or "name:label".
 """

@@ -18,11 +18,13 @@ class VllmSettings:
 
     socket                 the daemon's socket
     mode                   one of `modes.MODES`; "auto" never quantizes unless kvtier's attention backend is in use
-    load                   "async" (between steps, in threads) or "sync" (before the step that needs it; one KV cache group only)
+    load                   "async" (between steps, in threads) or "sync" (before the step that needs it; one KV cache
+                           group only)
     save_when              "full" (every block as it fills) or "second_hit" (a block that is asked for a second time)
     save_bytes_per_second  what one rank may save at most; 0: no limit
     engine_blocks          engine blocks in one kvtier block: aim at 0.5 to 4 MiB a block
-    fail_policy            "refuse" to start where vLLM would fail a request whose load fails (kv_load_failure_policy = fail), or "accept" that
+    fail_policy            "refuse" to start where vLLM would fail a request whose load fails (kv_load_failure_policy =
+                           fail), or "accept" that
     fingerprint            "sampled" or "full": how local weights are fingerprinted
     """
 
@@ -53,7 +55,8 @@ class VllmSettings:
 
 
 def read(extra: Mapping[str, Any], load_failure_policy: str) -> VllmSettings:
-    """Settings from vLLM's extra config. Raises Invalid, saying what to write, also where the engine's failure policy was not thought about."""
+    """Settings from vLLM's extra config. Raises Invalid, saying what to write, also where the engine's failure policy
+    was not thought about."""
     known = [field.name for field in fields(VllmSettings)]
     if unknown := sorted(map(str, set(extra) - set(known))):
         raise Invalid(
@@ -62,7 +65,8 @@ def read(extra: Mapping[str, Any], load_failure_policy: str) -> VllmSettings:
     settings = VllmSettings(**{"socket": str(default_socket()), **extra})
     if load_failure_policy != "recompute" and settings.fail_policy != "accept":
         raise Invalid(
-            f"kv_load_failure_policy is {load_failure_policy!r} (vLLM's default): a block that was lost would end its request with an error. "
+            f"kv_load_failure_policy is {load_failure_policy!r} (vLLM's default): a block that was lost would end its "
+            "request with an error. "
             'Write "kv_load_failure_policy": "recompute" in the kv_transfer_config; or, if that is meant, "fail_policy": "accept" in its '
             "kv_connector_extra_config"
         )

@@ -1,5 +1,5 @@
-"""The worker's half: what this rank has loaded, and a mover for it once the scheduler half has sent the namespace. Before that nothing is saved,
-and every load fails at once. Called by one rank's model runner, from one thread."""
+"""The worker's half: what this rank has loaded, and a mover for it once the scheduler half has sent the namespace.
+Before that nothing is saved, and every load fails at once. Called by one rank's model runner, from one thread."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from kvtier.connectors.vllm.vllm_settings import VllmSettings
 from kvtier.errors import KvtierError
 from kvtier.format.identity import parse_description
 
-# A step that computes nothing may wait so long for a load. The engine has nothing else to do but to ask again at once, without a pause, and what
-# it asks takes the interpreter's lock from the threads that load: each of their copies then waited up to 5 ms to get it back.
+# A step that computes nothing may wait so long for a load. The engine has nothing else to do but to ask again at once,
+# without a pause, and what it asks takes the interpreter's lock from the threads that load: each of their copies then
+# waited up to 5 ms to get it back.
 IDLE_SECONDS = 0.002
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,8 @@ class WorkerHalf:
         self._stats = KvtierStats()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """The engine's caches; weights and scales are loaded by now. What cannot be kept becomes the handshake's reason."""
+        """The engine's caches; weights and scales are loaded by now. What cannot be kept becomes the handshake's
+        reason."""
         try:
             self._caches = inspect(self._config, self._kv_config, kv_caches, self._rank[1], self._settings.mode)
             for group in self._caches.groups:
@@ -106,7 +108,8 @@ class WorkerHalf:
         return event
 
     def results(self) -> tuple[set[str], set[str]]:
-        """Requests whose loads between steps are over, and those of them that failed and have to be recomputed as a whole. Each once."""
+        """Requests whose loads between steps are over, and those of them that failed and have to be recomputed as a
+        whole. Each once."""
         over = [(load, 0, True) for load in self._refused]
         self._refused = []
         if self.mover is not None:

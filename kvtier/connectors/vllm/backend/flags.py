@@ -1,10 +1,12 @@
 """One byte a page: 1 where its slot holds FP8. Here the attention backend and the connector of a process meet.
 
-The flag holds for all layers and KV cache groups, whose page ids are of one pool. The backend's write of new tokens clears it, in the kernel, and
-nothing else does but a restore, which sets it last. A hit on the engine's own prefix cache keeps it. Page 0 is never restored (blocks outside a
-sliding window have that id). The tensor's address never changes once the caches are registered: graphs are captured after that, and read it.
+The flag holds for all layers and KV cache groups, whose page ids are of one pool. The backend's write of new tokens
+clears it, in the kernel, and nothing else does but a restore, which sets it last. A hit on the engine's own prefix
+cache keeps it. Page 0 is never restored (blocks outside a sliding window have that id). The tensor's address never
+changes once the caches are registered: graphs are captured after that, and read it.
 
-Not thread-safe as a whole: tensors are made by the engine's thread, single bytes written by it and by the mover's threads, of pages they own.
+Not thread-safe as a whole: tensors are made by the engine's thread, single bytes written by it and by the mover's
+threads, of pages they own.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ watch: Callable[[torch.Tensor, torch.Tensor], None] | None = (
 
 
 def of(cache: torch.Tensor) -> torch.Tensor:
-    """The flags of a layer's cache [pages, ...]. Before `fix` they follow its size: a profiling run has a cache of its own."""
+    """The flags of a layer's cache [pages, ...]. Before `fix` they follow its size: a profiling run has a cache of its
+    own."""
     global _flags
     if _flags is None or _flags.shape[0] != cache.shape[0] or _flags.device != cache.device:
         if _fixed:
@@ -33,7 +36,8 @@ def of(cache: torch.Tensor) -> torch.Tensor:
 
 
 def fix(cache: torch.Tensor) -> torch.Tensor:
-    """The flags from now on, all 0: the engine has its caches. Called again for new ones (after a sleep) it starts anew."""
+    """The flags from now on, all 0: the engine has its caches. Called again for new ones (after a sleep) it starts
+    anew."""
     global _fixed
     _fixed = False
     flags = of(cache)

@@ -1,8 +1,10 @@
-"""Which namespace and block a chunk of vLLM's CPU offloading is, and whether the operator's description is that of this engine.
+"""Which namespace and block a chunk of vLLM's CPU offloading is, and whether the operator's description is that of this
+engine.
 
-A tier of vLLM sees a name of a model, sizes and bytes; not its weights, scales or revision. That comes from the description that the operator gives
-(`kvtier namespace`); it is a field of the namespace by its digest, beside all that vLLM does say. What can be compared is compared at the start:
-local weights with the revision that is described, and the bytes of a token. Reads files at the start only; thread-safe.
+A tier of vLLM sees a name of a model, sizes and bytes; not its weights, scales or revision. That comes from the
+description that the operator gives (`kvtier namespace`); it is a field of the namespace by its digest, beside all that
+vLLM does say. What can be compared is compared at the start: local weights with the revision that is described, and the
+bytes of a token. Reads files at the start only; thread-safe.
 """
 
 from __future__ import annotations
@@ -33,9 +35,11 @@ _PERSON_FORM = b"kvtier.vllm.chk1"
 class TierSettings:
     """What a user may say beside `type` and `module_path`.
 
-    namespace   file with the description of what this engine serves, as `kvtier namespace MODEL --save FILE` writes it; required
+    namespace   file with the description of what this engine serves, as `kvtier namespace MODEL --save FILE` writes it;
+                required
     socket      the daemon's socket
-    check       "sampled" or "full": how the weights that vLLM names are compared with the description; "off": it is believed
+    check       "sampled" or "full": how the weights that vLLM names are compared with the description; "off": it is
+                believed
     """
 
     description: Description
@@ -44,13 +48,15 @@ class TierSettings:
 
 
 def read(said: Mapping[str, Any]) -> TierSettings:
-    """Settings out of a tier's configuration. Raises Invalid, saying what to write: above all where no namespace is given."""
+    """Settings out of a tier's configuration. Raises Invalid, saying what to write: above all where no namespace is
+    given."""
     if unknown := sorted(map(str, set(said) - set(KNOWN))):
         raise Invalid(f"the tier has no setting {', '.join(unknown)[:200]}; there are {', '.join(KNOWN)}")
     file, socket, check = said.get("namespace"), said.get("socket", str(default_socket())), said.get("check", "sampled")
     if not isinstance(file, str) or not file:
         raise Invalid(
-            "kvtier does not store what has no identity: a tier of vLLM is told neither revision nor scales of the model. Write "
+            "kvtier does not store what has no identity: a tier of vLLM is told neither revision nor scales of the "
+            "model. Write "
             '"namespace": "FILE" beside "type" and "module_path", with a file that `kvtier namespace MODEL --save FILE` has written'
         )
     if not isinstance(socket, str) or not socket:
@@ -110,14 +116,16 @@ class Engine:
 
 
 class ChunkSpace(Space):
-    """The namespace of an engine's chunks: of opaque bytes, in pieces where a chunk is larger than a block may be. Raises Invalid."""
+    """The namespace of an engine's chunks: of opaque bytes, in pieces where a chunk is larger than a block may be.
+    Raises Invalid."""
 
     def __init__(self, base: Description, engine: Engine) -> None:
         self._engine = engine
         super().__init__(base, ObjectForm((), engine.chunk_bytes))
 
     def describe(self, base: Description, form: ObjectForm, pieces: Sequence[int]) -> Description:
-        """Of the operator's description what still holds for opaque bytes, all of it by its digest, and what the engine says."""
+        """Of the operator's description what still holds for opaque bytes, all of it by its digest, and what the engine
+        says."""
         engine, base_digest = self._engine, base.digest.hex()
         settings = {**base.rope, **readable(base.scales), **engine.settings, "vllm.description": base_digest}
         digest = blake2b(
@@ -141,15 +149,18 @@ class ChunkSpace(Space):
 
 
 def content_hash(key: bytes) -> bytes:
-    """32 bytes for an offload key of vLLM: block hash and KV cache group. The cache salt and an adapter's name are in the block hash already."""
+    """32 bytes for an offload key of vLLM: block hash and KV cache group. The cache salt and an adapter's name are in
+    the block hash already."""
     return blake2b(key, digest_size=32, person=_PERSON_KEY).digest()
 
 
 def compare(base: Description, engine: Engine, check: str) -> None:
-    """Raises Invalid where the description cannot be that of this engine, or nobody can tell. May read the weights' fingerprint."""
+    """Raises Invalid where the description cannot be that of this engine, or nobody can tell. May read the weights'
+    fingerprint."""
     if engine.platform.startswith("cpu") and base.packing is None:
         raise Invalid(
-            "the namespace is that of a GPU engine, but this one computes on a CPU, which packs K by its instruction set: write it anew with --cpu"
+            "the namespace is that of a GPU engine, but this one computes on a CPU, which packs K by its instruction "
+            "set: write it anew with --cpu"
         )
     _compare_bytes(base, engine)
     if check == "off":
@@ -167,8 +178,9 @@ def compare(base: Description, engine: Engine, check: str) -> None:
 
 
 def _compare_bytes(base: Description, engine: Engine) -> None:
-    """The bytes of a token are those described, give or take half: what differs by more has another dtype or shape. Nothing is said of caches of
-    several groups, of opaque ones, and where context parallelism or pipelines spread tokens or layers."""
+    """The bytes of a token are those described, give or take half: what differs by more has another dtype or shape.
+    Nothing is said of caches of several groups, of opaque ones, and where context parallelism or pipelines spread
+    tokens or layers."""
     (_, tensor, *others), group = engine.ranks, base.layout.groups[0]
     if (
         len(base.layout.groups) > 1
@@ -182,6 +194,7 @@ def _compare_bytes(base: Description, engine: Engine) -> None:
     found = engine.worker_bytes * tensor / engine.groups[0][1]
     if not 2 * described < 3 * found < 4.5 * described:
         raise Invalid(
-            f"the namespace describes {described:g} bytes of KV a token, but vLLM keeps {found:g} (cache dtype {engine.dtype}): it is that "
+            f"the namespace describes {described:g} bytes of KV a token, but vLLM keeps {found:g} (cache dtype "
+            f"{engine.dtype}): it is that "
             "of another model or --kv-cache-dtype. Write it anew by `kvtier namespace`"
         )

@@ -1,8 +1,10 @@
-"""The tier that vLLM's TieringOffloadingManager drives, in the scheduler's process: it queues and answers, and its threads move the bytes.
+"""The tier that vLLM's TieringOffloadingManager drives, in the scheduler's process: it queues and answers, and its
+threads move the bytes.
 
-Its one rule: nothing here waits for the daemon on the scheduler's thread, and nothing raises for a fault of the daemon; only `drain_jobs` and
-`shutdown` wait, as vLLM wants it. Each job is answered exactly once. It raises at the start, for settings that are wrong and for an engine that is
-not the one described. Rows of the pool are handled as unsigned bytes and touched only between a job's submission and its answer.
+Its one rule: nothing here waits for the daemon on the scheduler's thread, and nothing raises for a fault of the daemon;
+only `drain_jobs` and `shutdown` wait, as vLLM wants it. Each job is answered exactly once. It raises at the start, for
+settings that are wrong and for an engine that is not the one described. Rows of the pool are handled as unsigned bytes
+and touched only between a job's submission and its answer.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ class Chunk(Item):
 
 
 class KvtierTier(SecondaryTierManager):
-    """See `docs/vllm.md`. Made by vLLM's factory, with what the tier's configuration says beside `type`, `module_path` and `backpressure`."""
+    """See `docs/vllm.md`. Made by vLLM's factory, with what the tier's configuration says beside `type`, `module_path`
+    and `backpressure`."""
 
     medium: ClassVar[Medium] = Medium.CPU
 
@@ -160,7 +163,8 @@ class KvtierTier(SecondaryTierManager):
     # -- life
 
     def _ready(self) -> chunks.ChunkSpace | None:
-        """The namespace, once there are requests: vLLM fixes what its hashes start from after it has made its tiers. None: the tier is off."""
+        """The namespace, once there are requests: vLLM fixes what its hashes start from after it has made its tiers.
+        None: the tier is off."""
         if self._space is None and not self._off:
             seed = get_none_hash_seed()
             if seed != DEFAULT_NONE_HASH_SEED and os.environ.get("PYTHONHASHSEED") is None:

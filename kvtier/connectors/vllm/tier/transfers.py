@@ -1,8 +1,10 @@
-"""Lookups and transfers of vLLM's scheduler, which must not wait: asked and submitted at once, answered later by threads of ours.
+"""Lookups and transfers of vLLM's scheduler, which must not wait: asked and submitted at once, answered later by
+threads of ours.
 
-`ChunkLookups` ask whether a chunk is stored; each has an answer after `LOOKUP_SECONDS` at the latest, a miss where nobody knows. `Transfers` are jobs;
-each is answered exactly once, by what was moved of it, whatever happens. A job has a deadline from its submission on: one that has waited too long
-is answered as failed without a byte touched, and what runs ends by it. Knows neither vLLM nor the daemon. Thread-safe.
+`ChunkLookups` ask whether a chunk is stored; each has an answer after `LOOKUP_SECONDS` at the latest, a miss where
+nobody knows. `Transfers` are jobs; each is answered exactly once, by what was moved of it, whatever happens. A job has
+a deadline from its submission on: one that has waited too long is answered as failed without a byte touched, and what
+runs ends by it. Knows neither vLLM nor the daemon. Thread-safe.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ MAX_JOBS = 1024  # that wait, in each direction; more fail at once
 
 @dataclass(eq=False, slots=True)
 class ChunkLookup:
-    """Whether the chunk of a key is stored. `found` is None until it is known; the first answer counts. `askers`: requests that still want it."""
+    """Whether the chunk of a key is stored. `found` is None until it is known; the first answer counts. `askers`:
+    requests that still want it."""
 
     key: bytes
     run: tuple[str, bytes]
@@ -32,10 +35,11 @@ class ChunkLookup:
 
 
 class ChunkLookups:
-    """One thread that asks for what has gathered since the last `flush`. An answer is kept as long as a request that asked for it lives.
+    """One thread that asks for what has gathered since the last `flush`. An answer is kept as long as a request that
+    asked for it lives.
 
-    All methods are called by the scheduler's thread. `find` is called with the keys of one request and group, in order: for each of them whether it
-    is stored; None where nobody answers.
+    All methods are called by the scheduler's thread. `find` is called with the keys of one request and group, in order:
+    for each of them whether it is stored; None where nobody answers.
     """
 
     def __init__(self, find: Callable[[Sequence[bytes]], Sequence[bool] | None]) -> None:
@@ -103,7 +107,8 @@ def _answer(run: list[ChunkLookup], there: frozenset[bytes]) -> None:
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """Chunks to be stored or loaded: keys and, as numbers, their rows in the CPU pool. `until`: no byte is touched after that."""
+    """Chunks to be stored or loaded: keys and, as numbers, their rows in the CPU pool. `until`: no byte is touched
+    after that."""
 
     id: int
     load: bool
@@ -123,7 +128,8 @@ class Done:
 
 
 class Transfers:
-    """A queue and threads for each direction. `move` does a job and says which keys it moved; `after` is called once it is answered."""
+    """A queue and threads for each direction. `move` does a job and says which keys it moved; `after` is called once it
+    is answered."""
 
     def __init__(self, move: Callable[[Job], list[bytes]], after: Callable[[], None], loaders: int) -> None:
         self._move = move
@@ -152,7 +158,8 @@ class Transfers:
             pool.wait()
 
     def close(self, seconds: float, end: Callable[[], None]) -> bool:
-        """Fails loads that wait and goes on storing for so long; then calls `end`, which is to end what runs. Whether all threads have ended."""
+        """Fails loads that wait and goes on storing for so long; then calls `end`, which is to end what runs. Whether
+        all threads have ended."""
         pools, until = (self.loading, self.storing), time.monotonic() + seconds
         for pool in pools:
             pool.shut()
