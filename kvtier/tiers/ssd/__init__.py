@@ -7,7 +7,6 @@ data_file         slots by offset, straight between file and memory
 index             the journal that follows the ledger, and when a checkpoint is written
 journal           the bytes of journals and checkpoints
 recovery          from the files of the index to what is live, at a start
-books             totals, tombstones, namespaces that the journal knows, suspects
 directory         who owns a directory, and its format
 disk              every call to the file system, replaceable in tests
 inspection        `kvtier fsck`: the offline check and repair

@@ -1,14 +1,14 @@
 """The SSD tier's index as it lives: a journal that follows the ledger, tombstones that wait for it, checkpoints that shorten it.
 
-`lock` keeps the journal in order: who changes what it says holds it, for as long as the disk takes. `books` is the tier's own lock, held for
-microseconds inside it. A thread, the keeper, journals tombstones that no write takes along and writes checkpoints.
+`lock` keeps the journal in order: who changes what it says holds it, for as long as the disk takes. `tier_lock` is the tier's own lock, held
+for microseconds inside it. A thread, the keeper, journals tombstones that no write takes along and writes checkpoints.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvtier.errors import Full, KvtierError
 from kvtier.format.identity import check_text
@@ -16,8 +16,7 @@ from kvtier.store.ledger import Ledger
 from kvtier.store.namespaces import Namespace
 from kvtier.tiers.health import INDEX, WRITE, Health
 from kvtier.tiers.ssd import recovery
-from kvtier.tiers.ssd.books import Known, Tombstones
-from kvtier.tiers.ssd.journal import RECORD, Journal, Records, checkpoint_bytes
+from kvtier.tiers.ssd.journal import RECORD, Journal, NamespaceEntry, Records, checkpoint_bytes
 from kvtier.tiers.tier import Outgoing
 
 CHECKPOINT_BYTES = 2**20  # journals are not worth replacing before they have so many bytes, where the capacity allows
@@ -30,21 +29,110 @@ Register = Callable[[bytes, str], Namespace]
 log = logging.getLogger(__name__)
 
 
+class Tombstones:
+    """Keys that were forgotten and whose journal records say otherwise. No I/O; under the tier's lock."""
+
+    def __init__(self) -> None:
+        self._keys: list[bytes] = []
+        self.made = 0
+        self.durable = 0  # of `made`: in the journal, or left out by a checkpoint
+
+    def __bool__(self) -> bool:
+        return bool(self._keys)
+
+    def add(self, key: bytes) -> None:
+        """One more."""
+        self._keys.append(key)
+        self.made += 1
+
+    def take(self) -> list[bytes]:
+        """All that wait, in order, on their way to disk."""
+        taken, self._keys = self._keys, []
+        return taken
+
+    def put_back(self, keys: list[bytes]) -> None:
+        """They did not get there."""
+        self._keys[:0] = keys
+
+    def checkpointed(self, made: int) -> None:
+        """Of the first so many that were made none is needed on disk any more: a checkpoint is younger."""
+        done = max(0, len(self._keys) - (self.made - made))
+        del self._keys[:done]
+        self.durable += done
+
+
+class JournalNamespaces:
+    """Namespaces that the journal has a description of, each under a number that is never used for another. Under the tier's lock.
+
+    limit   bytes of their frames
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._next = 1
+        self._bytes = 0
+        self.crowded = False  # one was refused because the limit was reached
+        self.numbers: dict[int, int] = {}  # by handle
+        self.described: dict[int, tuple[str, bytes]] = {}  # by number: tenant and description
+
+    def begin(self, number: int) -> None:
+        """Numbers below are taken."""
+        self._next = number
+
+    def add(self, handle: int, entry: NamespaceEntry) -> None:
+        """The journal has this one."""
+        number, tenant, description = entry
+        self.numbers[handle] = number
+        self.described[number] = (tenant, description)
+        self._bytes += _size(tenant, description)
+        self._next = max(self._next, number + 1)
+
+    def fits(self, namespace: Namespace) -> bool:
+        """Whether this one is in the journal or may still be written to it."""
+        if namespace.handle in self.numbers:
+            return True
+        fits = self._bytes + _size(namespace.tenant, namespace.description.canonical) <= self._limit
+        self.crowded |= not fits
+        return fits
+
+    def missing(self, namespaces: Iterable[Namespace]) -> dict[int, NamespaceEntry]:
+        """What must be journalled before records can name these: {handle: ...}, each under a fresh number."""
+        new: dict[int, NamespaceEntry] = {}
+        for namespace in namespaces:
+            if namespace.handle not in self.numbers and namespace.handle not in new:
+                new[namespace.handle] = (self._next + len(new), namespace.tenant, namespace.description.canonical)
+        return new
+
+    def number(self, handle: int, new: Mapping[int, NamespaceEntry]) -> int:
+        """The number of a namespace that is in the journal, or among the `new` ones."""
+        known = self.numbers.get(handle)
+        return new[handle][0] if known is None else known
+
+    def keep(self, handles: set[int]) -> bool:
+        """Forgets all but these: the next checkpoint will not name them. Whether there were any."""
+        gone = self.numbers.keys() - handles
+        for handle in gone:
+            tenant, description = self.described.pop(self.numbers.pop(handle))
+            self._bytes -= _size(tenant, description)
+        self.crowded = False
+        return bool(gone)
+
+
 class Index:
-    """What is on disk about the blocks of `ledger`. `failed` hears of faults of the disk in the keeper's own writes."""
+    """What is on disk about the blocks of `ledger`."""
 
     def __init__(
-        self, journal: Journal, ledger: Ledger, tombstones: Tombstones, books: threading.Condition, health: Health
+        self, journal: Journal, ledger: Ledger, tombstones: Tombstones, tier_lock: threading.Condition, health: Health
     ) -> None:
         self.lock = threading.Lock()
         self.checkpoints = 0
         self._journal = journal
         self._ledger = ledger
         self._tombstones = tombstones
-        self._books = books
+        self._tier_lock = tier_lock
         self._health = health
-        self._known = Known(journal.limit // NAMESPACES_SHARE)
-        self._tight = False  # something did not find room
+        self._namespaces = JournalNamespaces(journal.limit // NAMESPACES_SHARE)
+        self._tight = False  # something did not fit into the limit
         self._stop = False
         self._keeper: threading.Thread | None = None
 
@@ -55,23 +143,23 @@ class Index:
 
     # -- start and end
 
-    def load(self, register: Callable[[str, bytes], int | None]) -> Records:
-        """What is live by the journal, oldest first, under the handles that `register` gives to tenant and description; None leaves a namespace out.
+    def load(self, register: Register) -> Records:
+        """What is live by the journal, oldest first, under the handles of namespaces that `register` makes. Reads index files only.
 
-        Reads index files only.
+        Blocks of a namespace that is not understood are left out; a later checkpoint does not name them.
         """
         records, described = recovery.read(self._journal.load())
         if self._journal.damaged:
             log.warning("ssd index damaged", extra={"fields": {"files": ",".join(self._journal.damaged)}})
-        self._known.begin(max(described, default=0) + 1)
+        self._namespaces.begin(max(described, default=0) + 1)
         handles: dict[int, int] = {}
         for number in recovery.namespaces_of(records) - described.keys():  # a power cut took the description
             self.disown(records[records["namespace"] == number])
         for number in sorted(recovery.namespaces_of(records) & described.keys()):
-            handle = register(*described[number])
+            handle = _handle_of(register, *described[number])
             if handle is not None:
                 handles[number] = handle
-                self._known.add(handle, (number, *described[number]))
+                self._namespaces.add(handle, (number, *described[number]))
         return recovery.renumber(records, handles)
 
     def disown(self, records: Records) -> None:
@@ -90,9 +178,9 @@ class Index:
 
     def stop(self, patience: float) -> bool:
         """Ends the keeper, after it has journalled what waits. Whether it ended within `patience` seconds."""
-        with self._books:
+        with self._tier_lock:
             self._stop = True
-            self._books.notify_all()
+            self._tier_lock.notify_all()
         if self._keeper is not None:
             self._keeper.join(patience)
             return not self._keeper.is_alive()
@@ -100,12 +188,12 @@ class Index:
 
     # -- what writers do, holding `lock`
 
-    def bury(self) -> None:
+    def put_tombstones(self) -> None:
         """Journals what was forgotten. Raises OSError or Full; the tombstones wait then."""
-        with self._books:
+        with self._tier_lock:
             keys = self._tombstones.take()
         if keys:
-            self._append(keys, recovery.forgets(keys))
+            self._append(keys, recovery.forgets(keys), {})
 
     def put(self, wanted: Sequence[tuple[Outgoing, int]]) -> None:
         """Journals blocks whose data stands in the slots of these rows. Raises OSError or Full with nothing journalled.
@@ -113,56 +201,53 @@ class Index:
         Tombstones that wait go before: one of the same key is older.
         """
         ledger = self._ledger
-        with self._books:
+        with self._tier_lock:
             keys = self._tombstones.take()
-            told = self._known.missing(out.namespace for out, _ in wanted)
+            new = self._namespaces.missing(out.namespace for out, _ in wanted)
             records = recovery.puts(
                 [out.key for out, _ in wanted],
                 nbytes=[out.nbytes for out, _ in wanted],
                 page=ledger.pages(row for _, row in wanted),
                 slot=[len(out.slot) for out, _ in wanted],
-                namespace=[self._known.number(out.namespace.handle, told) for out, _ in wanted],
+                namespace=[self._namespaces.number(out.namespace.handle, new) for out, _ in wanted],
                 checksum=[out.checksum for out, _ in wanted],
             )
-        self._append(keys, recovery.join(recovery.forgets(keys), records), told)
+        self._append(keys, recovery.join(recovery.forgets(keys), records), new)
 
-    def _append(
-        self, keys: list[bytes], records: Records, told: dict[int, tuple[int, str, bytes]] | None = None
-    ) -> None:
-        told = told or {}
+    def _append(self, keys: list[bytes], records: Records, new: Mapping[int, NamespaceEntry]) -> None:
         try:
-            self._journal.append(records, told.values())
+            self._journal.append(records, new.values())
         except BaseException as error:
-            with self._books:
+            with self._tier_lock:
                 self._tombstones.put_back(keys)
                 self._tight |= isinstance(error, Full)
             raise
-        with self._books:
-            for handle, one in told.items():
-                self._known.add(handle, one)
-            self._tombstones.buried += len(keys)
+        with self._tier_lock:
+            for handle, entry in new.items():
+                self._namespaces.add(handle, entry)
+            self._tombstones.durable += len(keys)
             self._journal.spare = self._spare()
-            self._books.notify_all()
+            self._tier_lock.notify_all()
 
-    # -- what is asked of it, under the books' lock
+    # -- what is asked of it, under the tier's lock
 
-    def has_room(self, blocks: int) -> bool:
+    def has_space(self, blocks: int) -> bool:
         """Whether so many blocks can be journalled, with as many that go for them. Waits a moment for a checkpoint, if that is what it needs."""
         need = _FRAMES + 2 * blocks * RECORD.itemsize
-        self._tight |= self._journal.room < need
+        self._tight |= self._journal.free < need
         if self._tight:
-            self._books.notify_all()
-        return self._books.wait_for(lambda: self._journal.room >= need or self._stop, CROWDED)
+            self._tier_lock.notify_all()
+        return self._tier_lock.wait_for(lambda: self._journal.free >= need or self._stop, CROWDED)
 
-    def room_for(self, namespace: Namespace) -> bool:
+    def takes(self, namespace: Namespace) -> bool:
         """Whether blocks of this namespace can be journalled."""
-        return self._known.room_for(namespace)
+        return self._namespaces.fits(namespace)
 
-    def await_burial(self) -> None:
+    def await_tombstones(self) -> None:
         """Waits a moment until all tombstones so far are on disk."""
         made = self._tombstones.made
-        self._books.notify_all()
-        self._books.wait_for(lambda: self._tombstones.buried >= made or self._stop, DELETED)
+        self._tier_lock.notify_all()
+        self._tier_lock.wait_for(lambda: self._tombstones.durable >= made or self._stop, DELETED)
 
     def due(self) -> bool:
         """Whether the keeper has something to do."""
@@ -170,58 +255,58 @@ class Index:
 
     def _checkpoint_due(self) -> bool:
         worth = min(self._journal.limit // 8, max(CHECKPOINT_BYTES, self._journal.spare))
-        return (self._journal.since >= worth or self._known.crowded or self._tight) and not self._health.paused(INDEX)
+        wanted = self._journal.since >= worth or self._namespaces.crowded or self._tight
+        return wanted and not self._health.paused(INDEX)
 
     def _spare(self) -> int:
         """Bytes of a checkpoint of what is known now, and a little more."""
-        return checkpoint_bytes(self._ledger.known + 64, self._known.described)
+        return checkpoint_bytes(self._ledger.known + 64, self._namespaces.described)
 
     # -- the keeper
 
     def _keep(self) -> None:
         stop = False
         while not stop:
-            with self._books:
-                self._books.wait_for(lambda: self._stop or self.due(), 1.0)
+            with self._tier_lock:
+                self._tier_lock.wait_for(lambda: self._stop or self.due(), 1.0)
                 stop, checkpoint = self._stop, self._checkpoint_due()
-                bury = bool(self._tombstones) and (stop or not self._health.paused(WRITE))
+                tombstones = bool(self._tombstones) and (stop or not self._health.paused(WRITE))
             try:
-                if bury:
+                if tombstones:
                     with self.lock:
-                        self.bury()
-                    with self._books:
+                        self.put_tombstones()
+                    with self._tier_lock:
                         self._health.good(WRITE)
                 if checkpoint and not stop:
                     self._checkpoint()
             except Full:
-                if stop:  # nobody comes after: a checkpoint leaves out what was forgotten
+                if stop:  # it will not be tried again: a checkpoint leaves out what was forgotten
                     self._checkpoint()
             except OSError as error:
                 self._failed(error)
             except Exception:  # a fault of ours must not end upkeep for good
                 log.exception("ssd upkeep failed")
-                with self._books:
+                with self._tier_lock:
                     self._health.bad(INDEX, "a fault of kvtier's own")
 
     def _checkpoint(self) -> None:
         """Replaces the journals so far by a checkpoint. A fault of the disk is noted, and tried again after a pause."""
         try:
             with self.lock:
-                with self._books:
+                with self._tier_lock:
                     self._tight = False
-                    pruned = self._known.keep(self._ledger.handles())
-                    if not (
-                        pruned or self._journal.since or self._journal.total + self._journal.spare > self._journal.limit
-                    ):
+                    pruned = self._namespaces.keep(self._ledger.handles())
+                    over = self._journal.total + self._journal.spare > self._journal.limit
+                    if not (pruned or self._journal.since or over):
                         return
-                    described, numbers = dict(self._known.described), dict(self._known.numbers)
+                    described, numbers = dict(self._namespaces.described), dict(self._namespaces.numbers)
                     self._journal.expect(checkpoint_bytes(self._ledger.known, described))
                 try:
                     number = self._journal.rotate()
                 except OSError:
                     self._journal.expect(0)
                     raise
-                with self._books:
+                with self._tier_lock:
                     snapshot, made = recovery.Snapshot(self._ledger), self._tombstones.made
             written = False
             try:
@@ -230,21 +315,21 @@ class Index:
             finally:
                 with self.lock:
                     self._journal.replace(number, written)
-                with self._books:
+                with self._tier_lock:
                     if written:
-                        self._tombstones.settle(made)
+                        self._tombstones.checkpointed(made)
                     self._journal.spare = self._spare()
-                    self._books.notify_all()
+                    self._tier_lock.notify_all()
         except OSError as error:
-            with self._books:
+            with self._tier_lock:
                 self._health.bad(INDEX, f"a checkpoint cannot be written: {error.strerror or error}")
         else:
-            with self._books:
+            with self._tier_lock:
                 self.checkpoints += 1
                 self._health.good(INDEX)
 
 
-def handle_of(register: Register, tenant: str, description: bytes) -> int | None:
+def _handle_of(register: Register, tenant: str, description: bytes) -> int | None:
     """The handle of a namespace that the directory holds. None for one of a newer version: its blocks are unreadable, not dangerous."""
     try:
         check_text("tenant", tenant)
@@ -252,3 +337,7 @@ def handle_of(register: Register, tenant: str, description: bytes) -> int | None
     except KvtierError as error:
         log.warning("ssd namespace not understood", extra={"fields": {"reason": error}})
         return None
+
+
+def _size(tenant: str, description: bytes) -> int:
+    return len(description) + len(tenant.encode()) + 32

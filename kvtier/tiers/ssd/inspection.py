@@ -21,7 +21,7 @@ from kvtier.format.layout import SLOT_ALIGN
 from kvtier.store.allocator import Slabs
 from kvtier.tiers.ssd import directory, recovery
 from kvtier.tiers.ssd.disk import APPEND, CREATE, READ, Disk
-from kvtier.tiers.ssd.journal import IndexFiles, Journal, Records, Told, files_in, frames_of
+from kvtier.tiers.ssd.journal import IndexFiles, Journal, NamespaceEntry, Records, files_in, frames_of
 
 MAX_LISTED = 1000  # findings kept; more are counted
 _MAX_TAIL = 64 * 2**20  # bytes of a broken end that are kept
@@ -128,7 +128,7 @@ def _used(files: IndexFiles) -> list[Path]:
     return [file for file in found if file.is_file() and not file.is_symlink()]
 
 
-def _end_of(frames: Iterator[Told | bytes]) -> int:
+def _end_of(frames: Iterator[NamespaceEntry | bytes]) -> int:
     while True:
         try:
             next(frames)
@@ -136,7 +136,7 @@ def _end_of(frames: Iterator[Told | bytes]) -> int:
             return int(end.value)
 
 
-def _entries(files: IndexFiles, disk: Disk) -> Iterator[Told | bytes]:
+def _entries(files: IndexFiles, disk: Disk) -> Iterator[NamespaceEntry | bytes]:
     for file in _used(files):
         with open(disk.open(file, READ), "rb") as stream:
             yield from frames_of(stream, os.fstat(stream.fileno()).st_size)

@@ -40,7 +40,7 @@ RECORD = np.dtype(
     ]
 )
 Records = npt.NDArray[np.void]
-Told = tuple[int, str, bytes]  # number, tenant, canonical description of a namespace
+NamespaceEntry = tuple[int, str, bytes]  # number, tenant, canonical description of a namespace
 
 _MAGIC = 0x4A54564B  # "KVTJ"
 _RECORDS, _NAMESPACE, _END = 1, 2, 3
@@ -73,7 +73,7 @@ class Journal:
         self.spare = 0  # bytes that appends leave free, so that the next checkpoint finds room
         self.damaged: list[str] = []  # files with a frame that did not pass its check at `load`
 
-    def load(self) -> Iterator[Told | bytes]:
+    def load(self) -> Iterator[NamespaceEntry | bytes]:
         """Everything in order: namespaces, and records as bytes. Then opens a journal for appends. Reads index files only, never data."""
         files = files_in(self._directory)
         base = files.base
@@ -92,15 +92,15 @@ class Journal:
         return self._others + self.end + self._coming
 
     @property
-    def room(self) -> int:
+    def free(self) -> int:
         """Bytes that may be appended now."""
         return self.limit - self.total - (0 if self._coming else self.spare)
 
-    def append(self, records: Records, told: Iterable[Told] = ()) -> None:
+    def append(self, records: Records, told: Iterable[NamespaceEntry] = ()) -> None:
         """Records in one frame, after frames of namespaces they name. Raises OSError or Full (of the limit) with nothing appended."""
         data = b"".join(_frame(_NAMESPACE, _namespace_body(*one)) for one in told)
         data += _frame(_RECORDS, records.tobytes())
-        if len(data) > self.room:
+        if len(data) > self.free:
             raise Full("the index has taken its part of the capacity")
         if self._torn:
             self._cut()
@@ -184,7 +184,7 @@ class Journal:
             self._disk.close(fd)
             raise
 
-    def _read(self, path: Path, cut: bool) -> Iterator[Told | bytes]:
+    def _read(self, path: Path, cut: bool) -> Iterator[NamespaceEntry | bytes]:
         """The frames of a file up to its end or the first that is not whole; `cut` shortens the file to there."""
         fd = self._disk.open(path, WRITE if cut else READ)
         with open(fd, "r+b" if cut else "rb", buffering=1 << 20) as file:
@@ -255,7 +255,7 @@ def files_in(directory: Path) -> IndexFiles:
     return IndexFiles(directory)
 
 
-def frames_of(file: BinaryIO, size: int) -> Generator[Told | bytes, None, int]:
+def frames_of(file: BinaryIO, size: int) -> Generator[NamespaceEntry | bytes, None, int]:
     """The frames of an index file of `size` bytes: namespaces, and records as bytes. Returns the bytes up to the first frame that is not whole."""
     good = 0
     while good < size:

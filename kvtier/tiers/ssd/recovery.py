@@ -8,12 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtier.store.ledger import Ledger
-from kvtier.tiers.ssd.journal import FORGET, PUT, RECORD, Records, Told
+from kvtier.tiers.ssd.journal import FORGET, PUT, RECORD, NamespaceEntry, Records
 
 Described = dict[int, tuple[str, bytes]]  # number of a namespace -> (tenant, description)
 
 
-def read(entries: Iterable[Told | bytes]) -> tuple[Records, Described]:
+def read(entries: Iterable[NamespaceEntry | bytes]) -> tuple[Records, Described]:
     """The live records in the order they were put, and every namespace that was told."""
     parts: list[bytes] = []
     described: Described = {}

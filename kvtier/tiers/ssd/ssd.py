@@ -1,13 +1,13 @@
 """The SSD tier: blocks in one preallocated file, slot by slot as they stand in the arena, and a journal that says which is where.
 
-Bytes go straight between file and slot (O_DIRECT; through the page cache where the file system refuses, said once). Order of a put: what is
+Bytes go straight between file and slot (O_DIRECT; through the page cache where the file system refuses, logged once). Order of a put: what is
 evicted for it is journalled as forgotten, then the data is written, then the journal says "here". So after a crash at any point each block is
 whole or absent; a power cut without `sync` can leave a record without its data, which the checksum turns into a miss. A start reads the index only.
 The capacity is a hard cap on everything in the directory, checked before writing, beside a floor of free space on the file system.
 A fault of the disk degrades the tier (gauge, one log line a change; tried again after a pause), never the daemon.
 
-Thread-safe. The index's lock keeps the journal in order and may be held for as long as the disk takes; `_lock` guards the books and is held for
-microseconds, never over I/O, so that nobody who only asks waits for a disk. Taken in this order. The format is docs/ssd.md.
+Thread-safe. The index's lock keeps the journal in order and may be held for as long as the disk takes; `_lock` guards everything in memory and is held
+for microseconds, never over I/O, so that a question never waits for a disk. Taken in this order. The format is docs/ssd.md.
 """
 
 from __future__ import annotations
@@ -18,39 +18,97 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.errors import Full, Invalid, Lost, NotFound, Unavailable
 from kvtier.format import block
 from kvtier.format.layout import SLOT_ALIGN
 from kvtier.format.slots import default_slab
-from kvtier.store.allocator import Slabs
-from kvtier.store.eviction import Aging
+from kvtier.store.allocator import Allocator, Slabs
+from kvtier.store.eviction import Aging, Eviction
 from kvtier.store.ledger import Ledger, by_namespace
 from kvtier.store.namespaces import Namespace
 from kvtier.store.store_counters import Counters
 from kvtier.tiers.health import READ, SPACE, WRITE, Health
 from kvtier.tiers.ssd import directory, recovery
-from kvtier.tiers.ssd.books import SsdRoom, SsdTotals, Suspects, Tombstones
 from kvtier.tiers.ssd.data_file import DataFile
 from kvtier.tiers.ssd.disk import Disk
-from kvtier.tiers.ssd.index import Index, Register, handle_of
+from kvtier.tiers.ssd.index import Index, Register, Tombstones
 from kvtier.tiers.ssd.journal import Journal
 from kvtier.tiers.tier import Outgoing
 
 MIN_CAPACITY, MAX_CAPACITY = 4 * 2**20, 2**44  # a slot's place is 32 bits of pages
-INDEX_SHARE = 16  # one part in 16 of the capacity is kept for journal and checkpoints: a record of 64 bytes for each slot of 4 KiB, four times
-MIN_INDEX = 2**18
+# One part in 16 of the capacity is kept for journal and checkpoints: a record of 64 bytes for each slot of 4 KiB, four times.
+INDEX_SHARE = 16
+MIN_INDEX = 2**18  # bytes
 SMALL = 2**16  # of that for the small files, and for what files take beyond their sizes
-MAX_QUARANTINED, QUARANTINE_SHARE = (
-    256,
-    64,
-)  # slots that failed a check rest: so many, or one part in 64 of the file; then the oldest are used again
+# Slots that failed a check rest: so many, or one part in 64 of the file; then the oldest are used again.
+MAX_QUARANTINED, QUARANTINE_SHARE = 256, 64
+MAX_FAILED_READS = 4096  # blocks whose last read failed that are remembered
+MAX_FAULTS = 3  # reads of one block that fail one after another before it is given up
+_AGAIN = 2.0  # seconds after the first failed read in which a block counts as absent; twice as long after each more
 PATIENCE = 5.0  # seconds that `close` waits for calls under way
 Placed = list[tuple[Outgoing, int]]  # blocks and the rows reserved for them
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class SsdTotals:
+    """Totals since the start."""
+
+    written_blocks: int = 0
+    written_bytes: int = 0
+    read_blocks: int = 0
+    read_bytes: int = 0
+    refused_blocks: int = 0  # not written: no space, or writing pauses
+    lost_blocks: int = 0  # failed their check when they came back, or could not be read again and again
+    read_faults: int = 0
+    write_faults: int = 0
+
+
+class FailedReads:
+    """Blocks whose last read failed: absent for a while, given up after `MAX_FAULTS`. Under the tier's lock, but for `wait` and the truth of the
+    whole, which are single reads of a dict."""
+
+    def __init__(self) -> None:
+        self._until: dict[bytes, tuple[float, int]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._until)
+
+    def wait(self, key: bytes, now: float) -> bool:
+        """Whether this block counts as absent now."""
+        found = self._until.get(key)
+        return found is not None and now < found[0]
+
+    def add(self, key: bytes, now: float) -> bool:
+        """A read failed. Whether the block is to be given up."""
+        failures = self._until.get(key, (0.0, 0))[1] + 1
+        self._until[key] = (now + _AGAIN * 2.0 ** (failures - 1), failures)
+        if len(self._until) > MAX_FAILED_READS:
+            del self._until[next(iter(self._until))]
+        return failures >= MAX_FAULTS
+
+    def clear(self, key: bytes) -> None:
+        """It was read, or it is gone."""
+        self._until.pop(key, None)
+
+
+class SsdAllocator(Allocator):
+    """Allocator whose evictions leave a tombstone for the journal."""
+
+    def __init__(self, slabs: Slabs, ledger: Ledger, counters: Counters, tombstones: Tombstones) -> None:
+        super().__init__(None, slabs, ledger, Eviction(ledger, learns=False), counters, poison=False)
+        self._tombstones = tombstones
+
+    def free(self, rows: Sequence[int]) -> None:
+        """Forgets rows; those that the journal has, whose checksum is set, get a tombstone."""
+        for row in rows:
+            if self._ledger.checksums((row,))[0]:
+                self._tombstones.add(self._ledger.key(row))
+        super().free(rows)
 
 
 class Ssd:
@@ -86,7 +144,7 @@ class Ssd:
         self._disk = disk or Disk()
         self._lock = threading.Condition(threading.Lock())
         self._health = Health(self.name)
-        self._suspects = Suspects()
+        self._failed_reads = FailedReads()
         self._tombstones = Tombstones()
         self._quarantine: list[int] = []
         self._users = 0
@@ -99,29 +157,28 @@ class Ssd:
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
         """For each key whether the block is here, and not one that could not be read a moment ago. No I/O and no lock: dict reads are atomic."""
-        rows, now = self._ledger.find_each(keys), time.monotonic() if self._suspects else 0.0
-        return [
-            row is not None and not (now and self._suspects.wait(key, now)) for key, row in zip(keys, rows, strict=True)
-        ]
+        rows, now = self._ledger.find_each(keys), time.monotonic() if self._failed_reads else 0.0
+        waits = self._failed_reads.wait
+        return [row is not None and not (now and waits(key, now)) for key, row in zip(keys, rows, strict=True)]
 
     def unsure(self, keys: Sequence[bytes]) -> list[bool]:
         """Never: it knows what it holds."""
         return [False] * len(keys)
 
     def write(self, blocks: Sequence[Outgoing]) -> list[bool]:
-        """Keeps blocks, evicting what was used longest ago. For each whether it is here now; False after a fault or without room."""
+        """Keeps blocks, evicting what was used longest ago. For each whether it is here now; False after a fault or without space."""
         with self._used():
             placed: Placed = []
             try:
                 with self._lock:
-                    if self._health.paused(WRITE) or not self._index.has_room(len(blocks)):
+                    if self._health.paused(WRITE) or not self._index.has_space(len(blocks)):
                         raise Full("not now")
                 with self._index.lock:
-                    self._index.bury()  # what an earlier write could not: else nothing more is evicted
+                    self._index.put_tombstones()  # what an earlier write could not: else nothing more is evicted
                     self._grow(blocks)
                     with self._lock:
                         self._place(blocks, placed)
-                    self._index.bury()
+                    self._index.put_tombstones()
                 if placed:
                     self._data.write([(out.slot, self._ledger.place(row)[0] * SLOT_ALIGN) for out, row in placed])
                     with self._index.lock:
@@ -134,7 +191,7 @@ class Ssd:
             finally:
                 if placed:
                     with self._lock:
-                        self._room.free([row for _, row in placed])
+                        self._allocator.free([row for _, row in placed])
             with self._lock:
                 if self._index.due():
                     self._lock.notify_all()
@@ -174,7 +231,7 @@ class Ssd:
         with self._lock:
             rows = list(dict.fromkeys(row for row in self._ledger.find_each(keys) if row is not None))
             self._forget(rows)
-            self._index.await_burial()
+            self._index.await_tombstones()
         return len(rows)
 
     def drop(self, namespace: Namespace) -> int:
@@ -185,7 +242,7 @@ class Ssd:
                 rows = self._ledger.rows_of_namespace(namespace.handle, 2048)
                 self._forget(rows)
                 if not rows:
-                    self._index.await_burial()
+                    self._index.await_tombstones()
                     return dropped
             dropped += len(rows)
 
@@ -197,7 +254,7 @@ class Ssd:
     def gauges(self) -> dict[str, int]:
         """Numbers for operators; `degraded` is 1 while faults or lack of space keep blocks out."""
         with self._lock:
-            books = {
+            gauges = {
                 "capacity_bytes": self.capacity,
                 "file_bytes": self._data.nbytes,
                 "index_bytes": self._index.nbytes,
@@ -210,7 +267,7 @@ class Ssd:
                 "expired_blocks_total": self._counters.expired_blocks,
                 "checkpoints_total": self._index.checkpoints,
             }
-            return books | {f"{name}_total": getattr(self.totals, name) for name in self.totals.__slots__}
+            return gauges | {f"{name}_total": getattr(self.totals, name) for name in self.totals.__slots__}
 
     def blocks_by_namespace(self) -> dict[int, tuple[int, int]]:
         """{handle: (blocks, their bytes)}."""
@@ -228,9 +285,8 @@ class Ssd:
             pages = self._ledger.check_integrity()
             self._slabs.check_integrity({page: self._ledger.place(row)[1] for page, row in pages.items()})
             assert self._data.nbytes + self._index.nbytes + SMALL <= self.capacity, "more bytes than the capacity"
-            assert self._users or self._ledger.held_rows() == dict.fromkeys(self._quarantine, 1), (
-                "a row is held by nobody"
-            )
+            held = self._ledger.held_rows()
+            assert self._users or held == dict.fromkeys(self._quarantine, 1), "a row is leased and nobody reads it"
 
     def close(self) -> None:
         """Ends the thread and closes files; the directory is free then. If the disk keeps a call for longer than `PATIENCE`, both stay ours."""
@@ -255,20 +311,21 @@ class Ssd:
             directory.write_format(self._path, slab_bytes, self._disk)
         if slab_bytes > data:
             raise Invalid(
-                f"{self._path} has slabs of {slab_bytes} bytes; {data} are too few: make the size larger, or begin with an empty directory"
+                f"{self._path} has slabs of {slab_bytes} bytes; {data} are too few: make the size larger, "
+                "or begin with an empty directory"
             )
         self._data = DataFile(self._path / directory.DATA, self._disk, slab_bytes, data // slab_bytes, self._sync)
         stack.callback(self._data.close)
         self._slabs = Slabs(data, slab_bytes, self._data.slabs)
         self._ledger = Ledger()
         self._counters = Counters()
-        self._room = SsdRoom(self._slabs, self._ledger, self._counters, self._tombstones)
+        self._allocator = SsdAllocator(self._slabs, self._ledger, self._counters, self._tombstones)
         self.aging = Aging(self._ledger, self._lock, self._counters, self._forget)
         journal = Journal(self._path, index - SMALL, self._sync, self._disk)
         stack.callback(journal.close)
         self._index = Index(journal, self._ledger, self._tombstones, self._lock, self._health)
         began = time.monotonic()
-        records = self._index.load(partial(handle_of, register))
+        records = self._index.load(register)
         fits = (records["nbytes"] <= records["slot"]) & (records["nbytes"] > 0)
         fits[fits] = self._slabs.restore(records["page"][fits], records["slot"][fits])
         self._index.disown(records[~fits])
@@ -333,19 +390,18 @@ class Ssd:
                 continue
             seen.add(out.key)
             try:
-                if not self._index.room_for(out.namespace):
-                    raise Full("the index has no room for another namespace's description")
-                size = self._room.size_class(len(out.slot))
-                pages = self._room.take(size, 1)
+                if not self._index.takes(out.namespace):
+                    raise Full("the index has no space for another namespace's description")
+                size = self._allocator.size_class(len(out.slot))
+                pages = self._allocator.take(size, 1)
             except (Full, Invalid):
                 self.totals.refused_blocks += 1
                 continue
             try:
-                rows = self._ledger.reserve(
-                    pages, [out.key], out.nbytes, len(out.slot), size.index, out.namespace.handle
-                )
+                slot, handle = len(out.slot), out.namespace.handle
+                rows = self._ledger.reserve(pages, [out.key], out.nbytes, slot, size.index, handle)
             except BaseException:
-                self._room.give(pages)
+                self._allocator.give(pages)
                 raise
             placed.append((out, rows[0]))
 
@@ -354,9 +410,8 @@ class Ssd:
         ledger = self._ledger
         with self._lock:
             known = self._known([out for out, _ in placed])
-            wanted = [
-                entry for entry, here in zip(placed, known, strict=True) if not here and not entry[0].namespace.dropped
-            ]
+            new = [entry for entry, here in zip(placed, known, strict=True) if not here]
+            wanted = [(out, row) for out, row in new if not out.namespace.dropped]
         if wanted:
             self._index.put(wanted)
         with self._lock:
@@ -365,9 +420,8 @@ class Ssd:
             won = [(out, row) for out, row in wanted if not out.namespace.dropped]
             sealed = ledger.seal([row for _, row in won])
             assert all(sealed), "who seals holds the index lock"
-            self._room.free(
-                [row for _, row in placed if ledger.is_reserved(row)]
-            )  # with a tombstone, if it was journalled
+            # The others are free again, with a tombstone where they were journalled.
+            self._allocator.free([row for _, row in placed if ledger.is_reserved(row)])
             placed.clear()
             self.totals.written_blocks += len(won)
             self.totals.written_bytes += sum(out.nbytes for out, _ in won)
@@ -385,12 +439,12 @@ class Ssd:
         if fault is None:
             self.totals.read_blocks += 1
             self.totals.read_bytes += nbytes
-            self._suspects.clear(key)
+            self._failed_reads.clear(key)
             self._health.good(READ)
         elif isinstance(fault, OSError):
             self.totals.read_faults += 1
             self._health.bad(READ, f"reading fails: {fault.strerror or fault}", pause=False)
-            if self._suspects.failed(key, time.monotonic()):
+            if self._failed_reads.add(key, time.monotonic()):
                 self._set_aside(row)
         else:
             self._set_aside(row)
@@ -402,7 +456,7 @@ class Ssd:
         if not ledger.is_sealed(row):  # another reader was first, or it was deleted
             return
         self.totals.lost_blocks += 1
-        self._suspects.clear(ledger.key(row))
+        self._failed_reads.clear(ledger.key(row))
         self._tombstones.add(ledger.key(row))
         ledger.doom(row)
         ledger.lease([row])
@@ -415,13 +469,13 @@ class Ssd:
         _, doomed = self._ledger.release([row])
         for gone in doomed:
             self._ledger.set_checksum(gone, 0)  # it has its tombstone
-        self._room.free(doomed)
+        self._allocator.free(doomed)
 
     def _forget(self, rows: Sequence[int]) -> None:
         ledger = self._ledger
         for row in rows:
-            self._suspects.clear(ledger.key(row))
+            self._failed_reads.clear(ledger.key(row))
             if ledger.is_leased(row):
                 self._tombstones.add(ledger.key(row))
                 ledger.doom(row)
-        self._room.free([row for row in rows if ledger.is_sealed(row)])
+        self._allocator.free([row for row in rows if ledger.is_sealed(row)])

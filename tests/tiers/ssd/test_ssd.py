@@ -442,7 +442,7 @@ def test_a_transient_read_error_keeps_the_block(
     shop: Shop, monkeypatch: pytest.MonkeyPatch, lines: Callable[[], list[str]]
 ) -> None:
     """KVB-14: absent for a while, so that nobody runs into it again and again, then there."""
-    monkeypatch.setattr("kvtier.tiers.ssd.books._AGAIN", 0.2)
+    monkeypatch.setattr("kvtier.tiers.ssd.ssd._AGAIN", 0.2)
     shop.yard.put(shop.tier, range(1, 9))
     shop.disk.fail("read", errno.EIO, times=1)
     assert fault_of(shop.tier, shop.yard, 5) is Unavailable
