@@ -1,9 +1,10 @@
-"""What a broken or hostile client costs the others: another client's zero-copy get of 32 blocks, alone and beside each kind of abuse.
+"""What a broken or hostile client costs the others: another client's zero-copy get of 32 blocks, alone and beside each
+kind of abuse.
 
-`python -m bench.abuse KIND|all [--quick] [--strict] [--json FILE]`. The abuser is a process of its own (`python -m bench.abuse --abuser KIND SOCKET`)
-that does its worst without a break; it is stopped and continued by signals, so that both windows lie side by side. Whatever needs a core also
-slows who has nothing to do with the daemon: so the empty pair is timed in the same windows, and a process that only counts is one of the kinds.
-"""
+`python -m bench.abuse KIND|all [--quick] [--strict] [--json FILE]`. The abuser is a process of its own (`python -m
+bench.abuse --abuser KIND SOCKET`) that does its worst without a break; it is stopped and continued by signals, so that
+both windows lie side by side. Whatever needs a core also slows who has nothing to do with the daemon: so the empty pair
+is timed in the same windows, and a process that only counts is one of the kinds."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """What this machine can do at all: the ceilings that every other benchmark is read against.
 
-`python -m bench.ceilings [--quick] [--json FILE]`. Copies by block size between private memory and a shared mapping, first touch of a mapping, a hash
-over a block, and the empty pair of lane calls.
-"""
+`python -m bench.ceilings [--quick] [--json FILE]`. Copies by block size between private memory and a shared mapping,
+first touch of a mapping, a hash over a block, and the empty pair of lane calls."""
 
 from __future__ import annotations
 
@@ -62,7 +61,8 @@ def hasher(blocks: list[Bytes], batch: int) -> Callable[[], None]:
 
 
 def copies(report: Report, quick: bool) -> None:
-    """np.copyto by block size: private to private, into and out of a mapping laid out as an arena's slots are; xxh3 over the same blocks."""
+    """np.copyto by block size: private to private, into and out of a mapping laid out as an arena's slots are; xxh3
+    over the same blocks."""
     for size in QUICK_SIZES if quick else SIZES:
         batch = max(1, min(BATCH, 64 * MiB // size))
         nblocks = pool_bytes(quick, batch * size) // size
@@ -83,7 +83,8 @@ def copies(report: Report, quick: bool) -> None:
 
 
 def first_touch(report: Report, quick: bool) -> None:
-    """The first touch of a mapping: a byte a page, madvise with one thread and two, and a second mapping of the same memory."""
+    """The first touch of a mapping: a byte a page, madvise with one thread and two, and a second mapping of the same
+    memory."""
     nbytes = 16 * MiB if quick else 1 * GiB
 
     def touch() -> float:
@@ -125,7 +126,8 @@ def first_touch(report: Report, quick: bool) -> None:
 
 
 def empty_pairs(report: Report, quick: bool) -> None:
-    """Empty pairs of the real calls' frame sizes: back to back, pinned, and after a copy of 32 MiB (cold caches, a core that has slept)."""
+    """Empty pairs of the real calls' frame sizes: back to back, pinned, and after a copy of 32 MiB (cold caches, a core
+    that has slept)."""
     with Live(arena_for(1024, BODY), BODY) as live:
         calls, options = measure_calls(live), live.options
     copy = copier(private(BATCH, MiB), private(BATCH, MiB), BATCH)

@@ -1,9 +1,10 @@
-"""One contestant of `bench.versus`, in whatever environment it needs: `python -m bench.contest NAME --batches N --batch N --size N --dir DIR`.
+"""One contestant of `bench.versus`, in whatever environment it needs: `python -m bench.contest NAME --batches N --batch
+N --size N --dir DIR`.
 
-A contestant moves whole batches: from its own memory into a store, and back into its own memory. That is what is timed; making room for a put and
-checking are not. Its memory has several batches, so that what a call touches has left the caches when its turn comes again. Standard library and
-numpy here; what a contestant imports is its own module's business.
-"""
+A contestant moves whole batches: from its own memory into a store, and back into its own memory. That is what is timed;
+making room for a put and checking are not. Its memory has several batches, so that what a call touches has left the
+caches when its turn comes again. Standard library and numpy here; what a contestant imports is its own module's
+business."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ WHERE = {
 
 
 class Field:
-    """What every contestant is given: its part of the memory, a directory, and a stack that takes down what it starts."""
+    """What every contestant is given: its part of the memory, a directory, and a stack that takes down what it
+    starts."""
 
     def __init__(self, batches: int, batch: int, size: int, directory: str, stack: ExitStack) -> None:
         self.batches, self.batch, self.size, self.directory, self.stack = batches, batch, size, directory, stack
@@ -60,7 +62,8 @@ class Field:
 
 
 class Contestant:
-    """What moves batches. `verbs` says how; those that begin with "put" write, the others read what was put last of that batch.
+    """What moves batches. `verbs` says how; those that begin with "put" write, the others read what was put last of
+    that batch.
 
     servers   pids whose CPU time belongs to it, by name; versions: of what it runs
     most      calls of one window, for stores that run full

@@ -1,4 +1,5 @@
-"""Contestants of `bench.versus` that run in the project's own environment: plain copies, kvtier's lane, its SSD tier, Redis through redis-py."""
+"""Contestants of `bench.versus` that run in the project's own environment: plain copies, kvtier's lane, its SSD tier,
+Redis through redis-py."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class Copy(Contestant):
 
 
 class Kvtier(Contestant):
-    """A daemon's lane through the public client: `put`, `get` into memory that exists already, and a lease, which copies nothing."""
+    """A daemon's lane through the public client: `put`, `get` into memory that exists already, and a lease, which
+    copies nothing."""
 
     def __init__(self, field: Field) -> None:
         super().__init__(field)
@@ -59,14 +61,14 @@ class Kvtier(Contestant):
         assert len(views) == self.field.batch, f"{len(views)} blocks: {blocks.reason}"
 
     def warm(self) -> None:
-        for _ in range(
-            5
-        ):  # the arena is full then: what is measured evicts, and every slot has been touched by this client
+        # the arena is full then: what is measured evicts, and every slot has been touched by this client
+        for _ in range(5):
             super().warm()
 
 
 class KvtierSsd(Contestant):
-    """The SSD tier alone, as settling and promotion use it: a digest of each block and one write; reads by its threads, every byte checked."""
+    """The SSD tier alone, as settling and promotion use it: a digest of each block and one write; reads by its threads,
+    every byte checked."""
 
     def __init__(self, field: Field) -> None:
         self.blocks = Blocks(Namespaces(set, lambda _: 0), field.size, 2 * field.batches * field.batch)
@@ -113,9 +115,9 @@ class KvtierSsd(Contestant):
 class RedisPy(Contestant):
     """redis-py with hiredis on a Unix socket; one command a block, and all of a batch in one pipeline.
 
-    SET takes the bytes from numpy memory; what GET brings is copied into numpy memory, as an engine's staging buffer needs it. What was put before is
-    deleted between windows: Redis counts in seconds when a key was used, so letting it evict would now and then take what is to be read next.
-    """
+    SET takes the bytes from numpy memory; what GET brings is copied into numpy memory, as an engine's staging buffer
+    needs it. What was put before is deleted between windows: Redis counts in seconds when a key was used, so letting it
+    evict would now and then take what is to be read next."""
 
     def __init__(self, field: Field) -> None:
         super().__init__(field)

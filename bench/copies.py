@@ -1,8 +1,7 @@
 """Blocks copied through the lane, and the same copies without the store: the `copy` case of `planes`.
 
-Put goes through `Client.put`; get with copy is `Client.get` into a pool that exists already, as an engine's staging buffer does.
-What comes back is compared with what was put.
-"""
+Put goes through `Client.put`; get with copy is `Client.get` into a pool that exists already, as an engine's staging
+buffer does. What comes back is compared with what was put."""
 
 from __future__ import annotations
 
@@ -25,7 +24,8 @@ from kvtier.protocol.v1 import kvtier_pb2 as pb
 
 
 class Copier:
-    """One batch of blocks through the lane, and the same copies without the store. `recent` holds the batches put last, which `get` reads."""
+    """One batch of blocks through the lane, and the same copies without the store. `recent` holds the batches put last,
+    which `get` reads."""
 
     def __init__(self, live: Live, empty: EmptyLane, size: int, quick: bool) -> None:
         nblocks = pool_bytes(quick, BATCH * size) // size // BATCH * BATCH
@@ -88,7 +88,8 @@ class Copier:
 
 
 def pipelined(copier: Copier, nbatches: int, read: bool) -> Callable[[], None]:
-    """A run of batches with two in flight: a second thread reserves (leases) the next and seals (releases) the last while this one copies."""
+    """A run of batches with two in flight: a second thread reserves (leases) the next and seals (releases) the last
+    while this one copies."""
     client, namespace = copier.live.client, copier.live.namespace
 
     def open_(hashes: bytes) -> tuple[Lease | Fill, list[Bytes | None]]:
@@ -132,7 +133,8 @@ def pipelined(copier: Copier, nbatches: int, read: bool) -> Callable[[], None]:
 
 
 def split_calls(copier: Copier, nbatches: int, read: bool) -> Callable[[], None]:
-    """The same with one thread, below the client library: a call is sent before the copy it hides behind and its answer read after it."""
+    """The same with one thread, below the client library: a call is sent before the copy it hides behind and its answer
+    read after it."""
     opener, closer = copier.live.raw(), copier.live.raw()
     memory, nbytes = opener.attachment.memory, copier.live.body_bytes
     opening, closing = (Verb.LEASE, Verb.RELEASE) if read else (Verb.RESERVE, Verb.SEAL)
@@ -168,7 +170,8 @@ def split_calls(copier: Copier, nbatches: int, read: bool) -> Callable[[], None]
 
 
 def copy(report: Report, quick: bool) -> None:
-    """Put and get-with-copy of 32 blocks a call against the same copies inside an empty pair of calls; beside it, plain np.copyto."""
+    """Put and get-with-copy of 32 blocks a call against the same copies inside an empty pair of calls; beside it, plain
+    np.copyto."""
     sizes = (128 * KiB, 1 * MiB) if quick else (128 * KiB, 256 * KiB, 1 * MiB, 4 * MiB)
     for size in sizes:
         nbatches = pool_bytes(quick, BATCH * size) // (BATCH * size)

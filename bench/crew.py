@@ -1,8 +1,9 @@
-"""Processes that do what they are told by a line of JSON and answer by one: contestants of `versus`, clients of `scaling`, engines of `trace`.
+"""Processes that do what they are told by a line of JSON and answer by one: contestants of `versus`, clients of
+`scaling`, engines of `trace`.
 
-Each may run in an environment of its own, so this file needs the standard library only. A worker's stdout is a private pipe: whatever its libraries
-print goes to stderr, which is kept in a file and shown when the worker fails. Every wait has a deadline; a worker ends with its parent.
-"""
+Each may run in an environment of its own, so this file needs the standard library only. A worker's stdout is a private
+pipe: whatever its libraries print goes to stderr, which is kept in a file and shown when the worker fails. Every wait
+has a deadline; a worker ends with its parent."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class Failed(RuntimeError):
 
 
 class Worker:
-    """One process. A context manager: leaving it ends the process. `ready` is what it said of itself. Not thread-safe."""
+    """One process. A context manager: leaving it ends the process. `ready` is what it said of itself. Not
+    thread-safe."""
 
     def __init__(
         self,
@@ -138,7 +140,8 @@ class Worker:
 
 
 def serve(make: Callable[[], contextlib.AbstractContextManager[tuple[Handlers, dict[str, Any]]]]) -> None:
-    """A worker's main: `make` yields (what each verb does, what the worker says of itself). Returns when its input ends or on SIGTERM."""
+    """A worker's main: `make` yields (what each verb does, what the worker says of itself). Returns when its input ends
+    or on SIGTERM."""
     out = os.fdopen(os.dup(1), "wb", 0)
     os.dup2(2, 1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

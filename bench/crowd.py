@@ -1,4 +1,5 @@
-"""One of many clients of `bench.scaling`: `python -m bench.crowd SOCKET SIZE`. Told to work, it puts, gets or only copies until its time is over."""
+"""One of many clients of `bench.scaling`: `python -m bench.crowd SOCKET SIZE`. Told to work, it puts, gets or only
+copies until its time is over."""
 
 from __future__ import annotations
 

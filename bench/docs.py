@@ -1,12 +1,15 @@
 """Tables and figures of the documents, made from what is kept in bench/results: `python -m bench.docs [--check]`.
 
-One rule: a figure in a document is a row of a result. Between `<!-- table ... -->` and `<!-- end -->` stands what this makes; the words around are
-written by hand. All rows also go to bench/results/rows.csv, each with commit, date, machine and command. A test runs --check.
+One rule: a figure in a document is a row of a result. Between `<!-- table ... -->` and `<!-- end -->` stands what this
+makes; the words around are written by hand. All rows also go to bench/results/rows.csv, each with commit, date, machine
+and command. A test runs --check.
 
     <!-- table marks FILE -->                                the marks of bench/results/FILE.json, met and missed
-    <!-- table rows FILE "CASE" ["METRIC" ...] -->           rows whose case and metric match these patterns; a CASE may be several, between |
+    <!-- table rows FILE "CASE" ["METRIC" ...] -->           rows whose case and metric match these patterns; a CASE may
+                                                             be several, between |
     <!-- table grid FILE "CASE" "METRIC" ["METRIC" ...] -->  a line a case, a column a metric
-    <!-- fig FILE "CASE" "METRIC" FORMAT -->                 one value within a sentence; FORMAT as in Python (.2f), its ratio with a leading r (r.2f)
+    <!-- fig FILE "CASE" "METRIC" FORMAT -->                 one value within a sentence; FORMAT as in Python (.2f), its
+                                                             ratio with a leading r (r.2f)
 """
 
 from __future__ import annotations
@@ -76,7 +79,10 @@ def origin(result: Kept) -> str:
         for part in (result.get("date", "")[:10], f"commit {result['commit']}" if "commit" in result else "")
         if part
     )
-    return f"`{result['command']}`: {machine(result)}, load {result['machine']['load_1m']:.1f} at the start{f'; {when}' if when else ''}."
+    return (
+        f"`{result['command']}`: {machine(result)}, load {result['machine']['load_1m']:.1f} at the "
+        f"start{f'; {when}' if when else ''}."
+    )
 
 
 def number(value: float | None) -> str:

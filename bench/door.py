@@ -1,9 +1,10 @@
-"""Bytes through the public door beside the lane and a plain socket: put and get of whole calls, and what they cost both processes in CPU time.
+"""Bytes through the public door beside the lane and a plain socket: put and get of whole calls, and what they cost both
+processes in CPU time.
 
-`python -m bench.door [--quick] [--json FILE]`. One run, phases in turns. Every store phase goes through the public client, whose `get` makes fresh
-private copies; beside it the lane's own way, a lease that is copied into memory that exists already. The plain socket reads into such memory
-too and checks nothing, so it is the ceiling of sent bytes. No marks: gRPC is for callers who have no lane, and the figures say what that costs.
-"""
+`python -m bench.door [--quick] [--json FILE]`. One run, phases in turns. Every store phase goes through the public
+client, whose `get` makes fresh private copies; beside it the lane's own way, a lease that is copied into memory that
+exists already. The plain socket reads into such memory too and checks nothing, so it is the ceiling of sent bytes. No
+marks: gRPC is for callers who have no lane, and the figures say what that costs."""
 
 from __future__ import annotations
 
@@ -90,7 +91,8 @@ def free_port() -> int:
 
 
 def doors(directory: Path) -> tuple[list[str], Callable[[Path], dict[str, Client]]]:
-    """(arguments of a daemon that listens everywhere, what makes the clients). One daemon has TLS on all its TCP listeners or on none: TLS it is."""
+    """(arguments of a daemon that listens everywhere, what makes the clients). One daemon has TLS on all its TCP
+    listeners or on none: TLS it is."""
     token, line = issue("bench", "local", "write")
     tokens = directory / "tokens"
     tokens.write_text(line + "\n")

@@ -1,9 +1,9 @@
 """The ceiling of every lane figure: a pair of calls on a Unix stream socket that nobody parses.
 
-`python -m bench.empty SOCKET` is the server, a process of its own with a thread a connection, as the lane's is. Frames have the lane's header; where
-a request's deadline would stand is the number of bytes to answer with. `EmptyLane` is the client: it sends and receives frames of the sizes
-and with the socket options of the real calls, so what lies between it and the real lane is the work of parsing, storing and answering.
-"""
+`python -m bench.empty SOCKET` is the server, a process of its own with a thread a connection, as the lane's is. Frames
+have the lane's header; where a request's deadline would stand is the number of bytes to answer with. `EmptyLane` is the
+client: it sends and receives frames of the sizes and with the socket options of the real calls, so what lies between it
+and the real lane is the work of parsing, storing and answering."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class Frames:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Socket options that cost time: a Python timeout polls before every receive, a kernel one (SO_RCVTIMEO) does not."""
+    """Socket options that cost time: a Python timeout polls before every receive, a kernel one (SO_RCVTIMEO) does
+    not."""
 
     python_timeout: float | None
     receive_timeout: bytes
@@ -57,7 +58,8 @@ class Options:
 
 
 def _read_frame(sock: socket.socket, buffer: memoryview) -> tuple[int, int] | None:
-    """(bytes to answer with, length of the body) of the next frame, whose bytes are then in `buffer`; None at the end. Mostly one receive."""
+    """(bytes to answer with, length of the body) of the next frame, whose bytes are then in `buffer`; None at the end.
+    Mostly one receive."""
     have = sock.recv_into(buffer)
     while 0 < have < HEADER.size:
         more = sock.recv_into(buffer[have:])
@@ -74,7 +76,8 @@ def _read_frame(sock: socket.socket, buffer: memoryview) -> tuple[int, int] | No
 
 
 class EmptyLane:
-    """Client of the empty server, one connection. Not thread-safe. A context manager that also starts and ends the server."""
+    """Client of the empty server, one connection. Not thread-safe. A context manager that also starts and ends the
+    server."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -101,7 +104,8 @@ class EmptyLane:
         self.directory.cleanup()
 
     def call(self, frames: Frames) -> Callable[[], None]:
-        """A function that makes one call of these sizes. The body is joined to the header at every call, as a client must."""
+        """A function that makes one call of these sizes. The body is joined to the header at every call, as a client
+        must."""
         body = bytes(frames.request)
         buffer, sock = self.buffer, self.sock
 

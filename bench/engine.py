@@ -1,9 +1,10 @@
-"""A simulated engine of `bench.trace`: `python -m bench.engine SOCKET BODY_BYTES PARTS`. It serves requests one after the other through the client.
+"""A simulated engine of `bench.trace`: `python -m bench.engine SOCKET BODY_BYTES PARTS`. It serves requests one after
+the other through the client.
 
-Per request: a lookup of its blocks, a get of what is known into memory that exists, and a put of the rest, as a connector does it. Nothing is
-computed and nothing is kept on a device: all that an engine would not have to compute again comes from the store. A block of a trace is PARTS blocks
-here. Every get is compared with what was put: bytes follow from the block's number.
-"""
+Per request: a lookup of its blocks, a get of what is known into memory that exists, and a put of the rest, as a
+connector does it. Nothing is computed and nothing is kept on a device: all that an engine would not have to compute
+again comes from the store. A block of a trace is PARTS blocks here. Every get is compared with what was put: bytes
+follow from the block's number."""
 
 from __future__ import annotations
 

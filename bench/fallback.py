@@ -1,10 +1,13 @@
-"""What it costs where no FP8 attention fits: `expand` (FP8 is stored, pages are native) and `native` (BF16 is stored) against the FP8 path.
+"""What it costs where no FP8 attention fits: `expand` (FP8 is stored, pages are native) and `native` (BF16 is stored)
+against the FP8 path.
 
     .venv-torch/bin/python -m bench.fallback [--quick] [--strict] [--json FILE]
 
-computed   a prefix comes back over the link and is attended to: bytes over the rates of `bench.roofline`, models at full size; nothing measured
-measured   one layer on this CPU by the plain torch reference: the same three ways, in turns. It is the specification, not a fast path: its attention
-           upcasts, so on a CPU the FP8 path does not gain what it gains where bandwidth is the limit
+computed   a prefix comes back over the link and is attended to: bytes over the rates of `bench.roofline`, models at
+           full size; nothing measured
+measured   one layer on this CPU by the plain torch reference: the same three ways, in turns. It is the specification,
+           not a fast path: its attention upcasts, so on a CPU the FP8 path does not gain what it gains where bandwidth
+           is the limit
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """How every benchmark here times and counts, and how it starts and ends the processes it needs.
 
-One rule: a figure is given as a share of a ceiling measured in the same run. Phases that are compared run in turns, in changing order, and what is
-reported is the median of the per-trial ratios with its p10 and p90: a machine that drifts moves both sides. A worst case stands beside the worst
-empty call of the same window. Nothing here judges a figure; `report` does.
-"""
+One rule: a figure is given as a share of a ceiling measured in the same run. Phases that are compared run in turns, in
+changing order, and what is reported is the median of the per-trial ratios with its p10 and p90: a machine that drifts
+moves both sides. A worst case stands beside the worst empty call of the same window. Nothing here judges a figure;
+`report` does."""
 
 from __future__ import annotations
 
@@ -45,13 +45,15 @@ def percentile(values: Sequence[float], p: float) -> float:
 
 
 def median(values: Sequence[float]) -> float:
-    """The middle value; of an even number the mean of the middle two, so that a ratio and its inverse have inverse medians as near as can be."""
+    """The middle value; of an even number the mean of the middle two, so that a ratio and its inverse have inverse
+    medians as near as can be."""
     return float(np.median(np.asarray(values)))
 
 
 @dataclass(slots=True)
 class Window:
-    """One trial of one phase: how long it took in all, each call's seconds, and CPU seconds spent by this process and by each watched one."""
+    """One trial of one phase: how long it took in all, each call's seconds, and CPU seconds spent by this process and
+    by each watched one."""
 
     elapsed: float
     calls: list[float]
@@ -117,9 +119,8 @@ def interleave(
 ) -> dict[str, Phase]:
     """Time the phases in turns. Each phase is a function that makes one call (a batch, a copy, a pair of calls).
 
-    A window repeats its phase until `effort.seconds` are over, so every window is long enough whatever the machine does. `watch` names processes
-    whose CPU seconds are counted beside our own ("client").
-    """
+    A window repeats its phase until `effort.seconds` are over, so every window is long enough whatever the machine
+    does. `watch` names processes whose CPU seconds are counted beside our own ("client")."""
     names = list(phases)
     result = {name: Phase() for name in names}
     for name in names:
@@ -160,7 +161,8 @@ def _cpu(watch: Mapping[str, int]) -> dict[str, float]:
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """A bar on stderr; yields the function that moves it by one. Drawn only when it moves: no thread of ours runs inside a window."""
+    """A bar on stderr; yields the function that moves it by one. Drawn only when it moves: no thread of ours runs
+    inside a window."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(
         *columns, console=Console(stderr=True), auto_refresh=False, transient=True, disable=not sys.stderr.isatty()
@@ -193,7 +195,8 @@ def memory(pid: int) -> dict[str, int]:
 
 @contextmanager
 def pinned(ours: set[int], *servers: int, cores: set[int]) -> Iterator[None]:
-    """This process on the cores `ours`, the server processes on `cores`, all their threads; afterwards on every core again."""
+    """This process on the cores `ours`, the server processes on `cores`, all their threads; afterwards on every core
+    again."""
     everywhere = os.sched_getaffinity(0)
     try:
         _pin(os.getpid(), ours)
@@ -208,9 +211,9 @@ def pinned(ours: set[int], *servers: int, cores: set[int]) -> Iterator[None]:
 def placements() -> list[tuple[str, set[int], set[int]]]:
     """(suffix of the case, the client's cores, the servers' cores): free, a core each, and one core for both.
 
-    Where the kernel puts two processes that call each other decides what a call costs (an empty pair 25 us on one core, 57 us over two of an AMD EPYC
-    virtual machine: the waking of an idle core), and it decides anew with the load of the machine. So the free figure stands beside both pinned ones.
-    """
+    Where the kernel puts two processes that call each other decides what a call costs (an empty pair 25 us on one core,
+    57 us over two of an AMD EPYC virtual machine: the waking of an idle core), and it decides anew with the load of the
+    machine. So the free figure stands beside both pinned ones."""
     cores = sorted(os.sched_getaffinity(0))
     everywhere = set(cores)
     if len(cores) < 2:
@@ -228,7 +231,8 @@ def _pin(pid: int, cores: set[int]) -> None:
 
 
 class Child:
-    """A child process that says "ready ..." on stdout. A context manager: leaving it ends the process, and so does our own death.
+    """A child process that says "ready ..." on stdout. A context manager: leaving it ends the process, and so does our
+    own death.
 
     Output after the ready line is not read: children here say nothing more.
     """
@@ -302,7 +306,8 @@ _stop = threading.Event()
 
 
 def end_cleanly() -> None:
-    """SIGTERM ends the benchmark before its next window or the next move of a progress bar, so that every `with` above ends its child.
+    """SIGTERM ends the benchmark before its next window or the next move of a progress bar, so that every `with` above
+    ends its child.
 
     The handler raises nothing itself: an exception that lands inside a destructor is swallowed.
     """

@@ -1,18 +1,19 @@
-"""The kernels on a GPU, against what the same GPU copies in the same run. Without a GPU only `--dry-run` works: it walks through, and measures
-nothing.
+"""The kernels on a GPU, against what the same GPU copies in the same run. Without a GPU only `--dry-run` works: it
+walks through, and measures nothing.
 
     python -m bench.kernels [decode|prefill|move|link|all] [--json FILE] [--csv FILE] [--seconds N] [--dry-run]
 
-decode   one step over BF16 and over FP8 pages of the same cache, per model of `bench.roofline`: time, share of the floor that this GPU's own copies
-set prefill  a chunk over a context: fp16 dots over native and FP8 pages, FP8 dots
+decode   one step over BF16 and over FP8 pages of the same cache, per model of `bench.roofline`: time, share of the
+         floor that this GPU's own copies set
+prefill  a chunk over a context: fp16 dots over native and FP8 pages, FP8 dots
 move     quantize, restore, expand: bytes a second against a copy
 link     save and load through registered host memory against plain pinned copies
 
-First comes the self-test of `kvtier_kernels` at each model's head dim; its failures stand beside the times. Files are written after each case, so a
-run that is cut short keeps what it had.
+First comes the self-test of `kvtier_kernels` at each model's head dim; its failures stand beside the times. Files are
+written after each case, so a run that is cut short keeps what it had.
 
-Variants of one case run in turns, each over its own layers, together larger than any cache; times are medians of CUDA events.
-"""
+Variants of one case run in turns, each over its own layers, together larger than any cache; times are medians of CUDA
+events."""
 
 from __future__ import annotations
 
@@ -94,7 +95,9 @@ def make_caches(model: Model, batch: int, context: int, dry: bool) -> tuple[list
             ).bfloat16()
             flags = torch.full((pages,), fp8, dtype=torch.uint8, device=DEVICE)
             cache = paged.interleaved(kv, width, flags, ("block-head", "block-head"))
-            if fp8:  # what restore leaves behind: any codes but NaN, and scales that make them about as large as the native elements
+            # what restore leaves behind: any codes but NaN, and scales that make them about as large as the native
+            # elements
+            if fp8:
                 for plane in cache:
                     assert plane.codes is not None and plane.scales is not None
                     plane.codes.copy_(torch.randint(0, 0x7E, plane.codes.shape, dtype=torch.uint8, device=DEVICE))
@@ -170,8 +173,15 @@ def bench_prefill(report: Report, bench: Bench) -> None:
         q = torch.randn(chunk, model.q_heads, model.width, device=DEVICE).bfloat16()
         starts, lengths = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, chunk], [context]))
 
-        def over(caches: list[Any], dots: str, q: torch.Tensor = q, table: torch.Tensor = table, starts: torch.Tensor = starts,
-                 lengths: torch.Tensor = lengths, most: int = chunk) -> Run:  # fmt: skip
+        def over(
+            caches: list[Any],
+            dots: str,
+            q: torch.Tensor = q,
+            table: torch.Tensor = table,
+            starts: torch.Tensor = starts,
+            lengths: torch.Tensor = lengths,
+            most: int = chunk,
+        ) -> Run:
             return lambda i: prefill(q, caches[i % len(caches)], table, starts, lengths, most, dots=dots)
 
         variants = {"BF16 pages": over(native, "fp16"), "FP8 pages": over(fp8, "fp16")}
@@ -284,7 +294,7 @@ def bench_link(report: Report, bench: Bench) -> None:
 
 def main() -> int:
     """Entry point."""
-    parser = argparse.ArgumentParser(prog="python -m bench.kernels", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.kernels", description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("case", nargs="?", default="all", choices=(*CASES, "all"))
     parser.add_argument("--json", type=Path, help="keep the rows in this file")
     parser.add_argument("--csv", type=Path, help="keep them in this file, too")
@@ -325,7 +335,8 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as away:
             keep(report, Path(away, "rows.json"), Path(away, "rows.csv"))
         print(
-            f"dry run: {len(report.rows)} rows would have been kept; nothing was measured; failed: {', '.join(failed) or 'nothing'}"
+            f"dry run: {len(report.rows)} rows would have been kept; nothing was measured; failed: "
+            f"{', '.join(failed) or 'nothing'}"
         )
         return 1 if failed or not report.rows else 0
     print(report.machine)

@@ -1,8 +1,8 @@
 """A daemon of the benchmark's own with one client, and the calls that are timed.
 
-The daemon is a child process on a Unix socket in a temporary directory; leaving the context ends both. Blocks are opaque bytes, so a case can have
-slots of any size. Timed functions check what they got: a benchmark that reads a miss measures nothing.
-"""
+The daemon is a child process on a Unix socket in a temporary directory; leaving the context ends both. Blocks are
+opaque bytes, so a case can have slots of any size. Timed functions check what they got: a benchmark that reads a miss
+measures nothing."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ class Calls:
 
 
 class Live:
-    """A daemon with an arena of this size, all of it backed by memory, and a client with one namespace. A context manager."""
+    """A daemon with an arena of this size, all of it backed by memory, and a client with one namespace. A context
+    manager."""
 
     def __init__(self, arena_bytes: int, body_bytes: int, arguments: Sequence[str] = ()) -> None:
         """`arguments` are more of the daemon's."""
@@ -143,7 +144,8 @@ class Live:
         return hashes
 
     def fill_up(self, step: int = 500) -> list[bytes]:
-        """Fresh blocks until nothing is free, `step` a call: afterwards every reserve evicts. Returns the hashes of each whole call."""
+        """Fresh blocks until nothing is free, `step` a call: afterwards every reserve evicts. Returns the hashes of
+        each whole call."""
         calls, rest = divmod(self.capacity - self.status()["known_blocks"], step)
         filled = []
         with progress("filling the store", calls) as tick:
@@ -214,7 +216,8 @@ class Live:
 
 
 class Raw:
-    """A socket of a live client's session, below the client library. What is sent can be answered later. Not thread-safe."""
+    """A socket of a live client's session, below the client library. What is sent can be answered later. Not
+    thread-safe."""
 
     def __init__(self, live: Live) -> None:
         self.attachment = live.client._connection.attach(DEADLINE)
@@ -262,7 +265,8 @@ def measure_calls(live: Live) -> Calls:
 
 
 def leases(client: Client, ns: RegisteredNamespace, hashes: bytes, seconds: int, what: str) -> list[float]:
-    """Seconds of each lease of all these blocks, made one after the other for so long. Every block must be in memory."""
+    """Seconds of each lease of all these blocks, made one after the other for so long. Every block must be in
+    memory."""
     calls: list[float] = []
     with progress(what, seconds) as tick:
         for _ in range(seconds):

@@ -1,11 +1,12 @@
-"""kvtier as an L2 tier of LMCache against LMCache's own: its `lmcache bench l2` over fs, fs_native, resp (Redis, in C++) and kvtier, in turns.
+"""kvtier as an L2 tier of LMCache against LMCache's own: its `lmcache bench l2` over fs, fs_native, resp (Redis, in
+C++) and kvtier, in turns.
 
-`.venv-lmcache/bin/python -m bench.lmcache_l2 [--quick] [--strict] [--rounds N] [--json FILE] [--dir DIR]`, after `make test-lmcache` has made that
-environment; needs redis-server. A round is one process of LMCache's benchmark per tier, on an empty store, everything verified; its figure is
-LMCache's own p50. What is judged is the median over the rounds of kvtier's figure over the best of the others *in that round*. Nothing is synced:
-fs writes into the page cache, Redis into its memory, kvtier into its arena. Neither fs nor Redis checks bytes; nor does kvtier those in memory.
-Takes up to 0.5 GiB in DIR, as much in Redis, and an arena of 2.5 GiB.
-"""
+`.venv-lmcache/bin/python -m bench.lmcache_l2 [--quick] [--strict] [--rounds N] [--json FILE] [--dir DIR]`, after `make
+test-lmcache` has made that environment; needs redis-server. A round is one process of LMCache's benchmark per tier, on
+an empty store, everything verified; its figure is LMCache's own p50. What is judged is the median over the rounds of
+kvtier's figure over the best of the others *in that round*. Nothing is synced: fs writes into the page cache, Redis
+into its memory, kvtier into its arena. Neither fs nor Redis checks bytes; nor does kvtier those in memory. Takes up to
+0.5 GiB in DIR, as much in Redis, and an arena of 2.5 GiB."""
 
 from __future__ import annotations
 
@@ -59,7 +60,10 @@ class Bench:
         folder.mkdir()
         try:
             with self._emptied(tier, folder, number) as adapter:
-                said = f"--num-keys {SIZES[nbytes]} --data-size-kb {nbytes // KiB} --rounds {self.tasks} --warmup-rounds {WARM_UP}"
+                said = (
+                    f"--num-keys {SIZES[nbytes]} --data-size-kb {nbytes // KiB} --rounds {self.tasks} "
+                    f"--warmup-rounds {WARM_UP}"
+                )
                 said += " --l1-align-bytes 4096 --no-skip-verify --lookup-max-hit-rate 1.0 --format json"
                 quiet = {
                     "LMCACHE_TRACK_USAGE": "false",

@@ -1,8 +1,9 @@
-"""Our LMCache adapter as it is in a server that has been up for a second: `bench.lmcache_l2` has LMCache's benchmark load this one.
+"""Our LMCache adapter as it is in a server that has been up for a second: `bench.lmcache_l2` has LMCache's benchmark
+load this one.
 
-That benchmark stores in the moment in which its adapter is made, while a client maps the daemon's arena in the background (0.2 s a GiB): it would
-measure a start. So this one's constructor waits until the mapping is there; nothing else differs.
-"""
+That benchmark stores in the moment in which its adapter is made, while a client maps the daemon's arena in the
+background (0.2 s a GiB): it would measure a start. So this one's constructor waits until the mapping is there; nothing
+else differs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A daemon that evicts least recently used: `kvtier-server` whose order never learns, as on its SSD tier. Flags are the daemon's. For `trace`."""
+"""A daemon that evicts least recently used: `kvtier-server` whose order never learns, as on its SSD tier. Flags are the
+daemon's. For `trace`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Requests to replay: a published trace, or one of three mixes made from a seed. A block of either is 512 tokens; equal numbers are equal prefixes.
+"""Requests to replay: a published trace, or one of three mixes made from a seed. A block of either is 512 tokens; equal
+numbers are equal prefixes.
 
-Mixes use `Random.random` only, whose sequence Python keeps from version to version: the same arguments make the same requests everywhere.
-"""
+Mixes use `Random.random` only, whose sequence Python keeps from version to version: the same arguments make the same
+requests everywhere."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ def _conversations(
     grow: tuple[int, int],
     think: float,
 ) -> list[Request]:
-    """`n` requests: conversations begin every `every` seconds and grow by some blocks (answer and next question) after a pause to think."""
+    """`n` requests: conversations begin every `every` seconds and grow by some blocks (answer and next question) after
+    a pause to think."""
     found: list[Request] = []
     arrival = 0.0
     while len(found) < n:
@@ -106,7 +108,8 @@ def short(n: int, seed: int = 1) -> list[Request]:
 
 
 def long(n: int, seed: int = 2) -> list[Request]:
-    """Questions about documents of 32 to 128 blocks; every third asks about a document that somebody has asked about before."""
+    """Questions about documents of 32 to 128 blocks; every third asks about a document that somebody has asked about
+    before."""
     make = Maker(seed)
     documents: list[tuple[int, ...]] = []
 
@@ -120,7 +123,8 @@ def long(n: int, seed: int = 2) -> list[Request]:
 
 
 def mixed(n: int, seed: int = 3) -> list[Request]:
-    """Three conversations of four are chat, one is about a document; one in ten is an agent instead: 20 blocks of tools, 5 to 20 steps."""
+    """Three conversations of four are chat, one is about a document; one in ten is an agent instead: 20 blocks of
+    tools, 5 to 20 steps."""
     make = Maker(seed)
     prompts = [make.fresh(2) for _ in range(8)]
     tools = [make.fresh(20) for _ in range(3)]

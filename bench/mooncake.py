@@ -1,9 +1,9 @@
-"""Mooncake's store as a contestant of `bench.versus`, in the environment of `bench/peers.sh`: over TCP, over its shared-memory transport, and as the
-client that shares a pool with a daemon on its host.
+"""Mooncake's store as a contestant of `bench.versus`, in the environment of `bench/peers.sh`: over TCP, over its
+shared-memory transport, and as the client that shares a pool with a daemon on its host.
 
-A master and whatever else it needs are processes of their own on free ports of loopback. Its master evicts late and by itself, so what was put
-before is removed between windows; that is not timed. `python -m bench.mooncake MASTER BYTES` is the process whose memory holds the blocks.
-"""
+A master and whatever else it needs are processes of their own on free ports of loopback. Its master evicts late and by
+itself, so what was put before is removed between windows; that is not timed. `python -m bench.mooncake MASTER BYTES` is
+the process whose memory holds the blocks."""
 
 from __future__ import annotations
 
@@ -161,13 +161,15 @@ class Tcp(Store):
 
 
 class Shm(Tcp):
-    """The same with the transport over POSIX shared memory, new in 0.3.14, whose store does not yet allocate its segment for it."""
+    """The same with the transport over POSIX shared memory, new in 0.3.14, whose store does not yet allocate its
+    segment for it."""
 
     variables: ClassVar[Mapping[str, str]] = {"MC_FORCE_SHM": "1", "MC_STORE_USE_SHM_SEGMENT": "1"}
 
 
 class Dummy(Store):
-    """A daemon that owns the blocks, and an application whose memory is a pool shared with it: Mooncake's own design for one host, hot cache on."""
+    """A daemon that owns the blocks, and an application whose memory is a pool shared with it: Mooncake's own design
+    for one host, hot cache on."""
 
     def __init__(self, field: Field) -> None:
         super().__init__(field)

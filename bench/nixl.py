@@ -1,5 +1,6 @@
-"""NIXL's POSIX backend as a contestant of `bench.versus`, in the environment of `bench/peers.sh`: a batch is one transfer of as many descriptors
-between memory and a preallocated file. It has no index, evicts nothing, syncs nothing and checks nothing: the floor of what a file tier costs."""
+"""NIXL's POSIX backend as a contestant of `bench.versus`, in the environment of `bench/peers.sh`: a batch is one
+transfer of as many descriptors between memory and a preallocated file. It has no index, evicts nothing, syncs nothing
+and checks nothing: the floor of what a file tier costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The daemon and the engines of `bench.trace`: started, replayed against, stopped and started again on the same socket and the same files."""
+"""The daemon and the engines of `bench.trace`: started, replayed against, stopped and started again on the same socket
+and the same files."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ CHUNK = 50  # requests that an engine is told at once
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One request: blocks of the store that it has, that were known, that were loaded; seconds of lookup, load and save."""
+    """One request: blocks of the store that it has, that were known, that were loaded; seconds of lookup, load and
+    save."""
 
     blocks: int
     known: int
@@ -33,7 +35,8 @@ class Result:
 
 
 class Node:
-    """A daemon with an arena of `blocks` blocks, perhaps an SSD tier of so many bytes, and engines. A context manager."""
+    """A daemon with an arena of `blocks` blocks, perhaps an SSD tier of so many bytes, and engines. A context
+    manager."""
 
     def __init__(
         self,
@@ -110,7 +113,8 @@ class Node:
         self.engines += [self._stack.enter_context(Worker(arguments)) for _ in range(n - len(self.engines))]
 
     def replay(self, requests: Sequence[Request], engines: int, tick: Callable[[int], object]) -> list[Result]:
-        """Every request once, dealt to the engines in turn, each of which serves its own one after the other without a pause."""
+        """Every request once, dealt to the engines in turn, each of which serves its own one after the other without a
+        pause."""
         self.crew(engines)
         found: list[Result] = []
         for at in range(0, len(requests), CHUNK * engines):

@@ -1,4 +1,5 @@
-"""A throwaway certificate authority, by the openssl command: for benchmarks and tests of TLS. Files are written where the caller says."""
+"""A throwaway certificate authority, by the openssl command: for benchmarks and tests of TLS. Files are written where
+the caller says."""
 
 from __future__ import annotations
 

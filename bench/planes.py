@@ -1,9 +1,8 @@
 """The store against the machine's ceilings: every figure the lane promises, one case a command.
 
-`python -m bench.planes copy|zerocopy|batches|million|beside|killed|all [--quick] [--strict] [--json FILE]`. Each case starts a daemon of its
-own, measures through the public client unless a row says "raw", and is judged by `marks`. A missed mark is reported and changes the exit code under
---strict only.
-"""
+`python -m bench.planes copy|zerocopy|batches|million|beside|killed|all [--quick] [--strict] [--json FILE]`. Each case
+starts a daemon of its own, measures through the public client unless a row says "raw", and is judged by `marks`. A
+missed mark is reported and changes the exit code under --strict only."""
 
 from __future__ import annotations
 
@@ -43,7 +42,8 @@ from bench.report import Report
 
 
 def zerocopy(report: Report, quick: bool) -> None:
-    """Get of 32 blocks without a copy (lease, views, release) against the empty pair; wherever the kernel puts the processes, then pinned."""
+    """Get of 32 blocks without a copy (lease, views, release) against the empty pair; wherever the kernel puts the
+    processes, then pinned."""
     with Live(arena_for(4096, BODY), BODY) as live, EmptyLane(live.options) as empty:
         hashes = live.fill(BATCH)
         calls = measure_calls(live)
@@ -73,7 +73,8 @@ def _zerocopy_rows(report: Report, done: dict[str, Phase], where: str) -> None:
 
 
 def batches(report: Report, quick: bool) -> None:
-    """Reserve + seal of 32 fresh blocks against empty pairs: into a store with room, then into a full one that evicts, then the same pinned."""
+    """Reserve + seal of 32 fresh blocks against empty pairs: into a store with room, then into a full one that evicts,
+    then the same pinned."""
     room = 4_000 if quick else 600_000
     with Live(arena_for(room, BODY), BODY) as live, EmptyLane(live.options) as empty:
         calls = measure_calls(live)
@@ -110,7 +111,8 @@ def batches(report: Report, quick: bool) -> None:
 
 
 def million(report: Report, quick: bool) -> None:
-    """A live lane that knows a million blocks of 4 KiB slots: lookup, zero-copy get against a small store, memory, and eviction through it."""
+    """A live lane that knows a million blocks of 4 KiB slots: lookup, zero-copy get against a small store, memory, and
+    eviction through it."""
     known = 4_000 if quick else 1_000_000
     step, prefix = (500, 200) if quick else (1000, 1000)
     with Live(arena_for(64, BODY), BODY) as idle:
@@ -179,7 +181,8 @@ def _million_rows(report: Report, done: dict[str, Phase]) -> None:
 
 
 def _evictions(report: Report, big: Live, empty: EmptyLane, calls: Calls, known: int) -> None:
-    """Worst single call while 60 % of the store is evicted through it, three times; beside each run the worst empty call of the same window."""
+    """Worst single call while 60 % of the store is evicted through it, three times; beside each run the worst empty
+    call of the same window."""
     reserve, seal = empty.call(calls.reserve), empty.call(calls.seal)
     nbatches = known * 6 // 10 // BATCH
     worst: list[tuple[float, float]] = []
@@ -236,7 +239,8 @@ def beside(report: Report, quick: bool) -> None:
 
 
 def killed(report: Report, quick: bool) -> None:
-    """Seconds until everything is back that a client held when it was killed: 100 reservations and 100 leases of 32 blocks."""
+    """Seconds until everything is back that a client held when it was killed: 100 reservations and 100 leases of 32
+    blocks."""
     seconds = []
     with Live(arena_for(40_000, BODY), BODY) as live:
         hashes = live.fill(BATCH)

@@ -1,4 +1,5 @@
-"""Curves of what is kept in bench/results: `python -m bench.plots [--out DIR]`. Needs matplotlib (`pip install 'kvtier[bench]'`).
+"""Curves of what is kept in bench/results: `python -m bench.plots [--out DIR]`. Needs matplotlib (`pip install
+'kvtier[bench]'`).
 
 versus.png    kvtier's speed over each peer's, the median of the trials and p10 to p90
 scaling.png   cost a block over blocks known, speed over clients, speed over block size

@@ -1,7 +1,8 @@
-"""Hit ratios of every policy on the three traces of tests/data, with Belady above them: CSV, and curves as PNG where matplotlib is installed.
+"""Hit ratios of every policy on the three traces of tests/data, with Belady above them: CSV, and curves as PNG where
+matplotlib is installed.
 
-`python -m bench.policy [--out bench/results]`. Beside each ratio stands the CPU time of a touched block. The first line of the CSV is the command.
-"""
+`python -m bench.policy [--out bench/results]`. Beside each ratio stands the CPU time of a touched block. The first line
+of the CSV is the command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Memory to copy between: pools of blocks, private or in a memfd mapping, larger than the last-level cache and touched before use."""
+"""Memory to copy between: pools of blocks, private or in a memfd mapping, larger than the last-level cache and touched
+before use."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def pool_bytes(quick: bool, batch_bytes: int) -> int:
-    """Size of a pool: four batches at least and eight last-level caches, so that a block is out of every cache when its turn comes again."""
+    """Size of a pool: four batches at least and eight last-level caches, so that a block is out of every cache when its
+    turn comes again."""
     return max(4 * batch_bytes, 0 if quick else 8 * llc_bytes())
 
 
@@ -38,7 +40,8 @@ def private(nblocks: int, nbytes: int, fill: bool = False) -> list[Bytes]:
 
 
 def memfd(nbytes: int, mappings: int = 1) -> list[mmap.mmap]:
-    """Shared mappings of one fresh memfd, untouched. The memory is free again when the last mapping and the last view of it are gone."""
+    """Shared mappings of one fresh memfd, untouched. The memory is free again when the last mapping and the last view
+    of it are gone."""
     fd = os.memfd_create("kvtier-bench", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, nbytes)
@@ -48,11 +51,12 @@ def memfd(nbytes: int, mappings: int = 1) -> list[mmap.mmap]:
 
 
 def shared(nblocks: int, body_bytes: int) -> list[Bytes]:
-    """Writable views of the bodies of `nblocks` slots of a shared mapping, touched, laid out as in the arena: pages of header and body.
+    """Writable views of the bodies of `nblocks` slots of a shared mapping, touched, laid out as in the arena: pages of
+    header and body.
 
-    The header's 256 bytes matter: where source and target stand at the same offset within a page, 256 KiB blocks leave a mapping at less than half
-    the speed (4.3 against 10.9 GB/s on an AMD EPYC virtual machine; 1 MiB blocks do not care).
-    """
+    The header's 256 bytes matter: where source and target stand at the same offset within a page, 256 KiB blocks leave
+    a mapping at less than half the speed (4.3 against 10.9 GB/s on an AMD EPYC virtual machine; 1 MiB blocks do not
+    care)."""
     slot_bytes = pad(HEADER_BYTES + body_bytes, SLOT_ALIGN)
     mapping = memfd(nblocks * slot_bytes)[0]
     populate(mapping, POPULATE_WRITE, threads=2)
@@ -64,7 +68,8 @@ def shared(nblocks: int, body_bytes: int) -> list[Bytes]:
 
 
 def populate(mapping: mmap.mmap, advice: int, threads: int = 1, step: int = 64 * MiB) -> None:
-    """Back the whole mapping with memory (or with page-table entries) by madvise, in steps shared by `threads` threads."""
+    """Back the whole mapping with memory (or with page-table entries) by madvise, in steps shared by `threads`
+    threads."""
     base = np.frombuffer(mapping, np.uint8).ctypes.data
     steps = iter(range(0, len(mapping), step))
     lock = threading.Lock()

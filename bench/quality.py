@@ -1,8 +1,9 @@
-"""What quantized KV costs on SmolLM2-135M (the dequantized Q4_1 build): two texts, three lengths, all schemes, natural and as its outlier twin.
+"""What quantized KV costs on SmolLM2-135M (the dequantized Q4_1 build): two texts, three lengths, all schemes, natural
+and as its outlier twin.
 
-`python -m bench.quality [--novels Rdata.rdb] [--out bench/results]`. Takes about an hour of two cores; a cell that stands in the CSV already is not
-run again, so it may be stopped. The second text is in Debian's package r-cran-janeaustenr (`apt-get download`, `dpkg -x`); without it there is one.
-"""
+`python -m bench.quality [--novels Rdata.rdb] [--out bench/results]`. Takes about an hour of two cores; a cell that
+stands in the CSV already is not run again, so it may be stopped. The second text is in Debian's package
+r-cran-janeaustenr (`apt-get download`, `dpkg -x`); without it there is one."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def novels(path: Path) -> str:
-    """The text of the novels in an R lazy-load database, without R: compressed records, in them strings with a header each."""
+    """The text of the novels in an R lazy-load database, without R: compressed records, in them strings with a header
+    each."""
     raw, at, lines = path.read_bytes(), 0, []
     while at + 4 < len(raw):
         inflate = zlib.decompressobj()
@@ -104,7 +106,8 @@ def row(model: str, text: str, length: int, result: compare.Result) -> dict[str,
 def copy_back(
     model: subject.Subject, evaluation: dict[str, list[int]], schemes: list[Scheme], path: Path, command: str
 ) -> None:
-    """12 passages of shuffled words hidden in 2,048 tokens of each text: how likely is each passage's end, given its beginning."""
+    """12 passages of shuffled words hidden in 2,048 tokens of each text: how likely is each passage's end, given its
+    beginning."""
     listed = sorted(
         {
             word

@@ -1,9 +1,9 @@
 """The Redis tier against redis-py on the same socket, and memory's readers while Redis is stopped or stands still.
 
-`python -m bench.redis [--quick] [--strict] [--json FILE]`. Starts redis-servers of its own on Unix sockets, full and evicting, as one is in use. The
-ceiling of a put is SET of the same bytes from memory, that of a get GET into bytes, one by one or pipelined by 8, whichever is faster in the trial.
-The tier's put leaves the checksum out (settling computes it once for all tiers); its get has it in, with the way into the slot.
-"""
+`python -m bench.redis [--quick] [--strict] [--json FILE]`. Starts redis-servers of its own on Unix sockets, full and
+evicting, as one is in use. The ceiling of a put is SET of the same bytes from memory, that of a get GET into bytes, one
+by one or pipelined by 8, whichever is faster in the trial. The tier's put leaves the checksum out (settling computes it
+once for all tiers); its get has it in, with the way into the slot."""
 
 from __future__ import annotations
 
@@ -178,7 +178,8 @@ def _share(report: Report, body_bytes: int, what: str, done: dict[str, Phase]) -
 
 
 def stalled(report: Report, quick: bool, how: str) -> None:
-    """Leases of 32 blocks in memory, while others are put, before, while and after Redis is away; then how long the tier takes to be back."""
+    """Leases of 32 blocks in memory, while others are put, before, while and after Redis is away; then how long the
+    tier takes to be back."""
     seconds = 1.0 if quick else STALL
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         start, below = stack.enter_context(server(Path(name), 256 * MiB))

@@ -1,8 +1,7 @@
 """Rows, marks, the table people read and the JSON that is kept.
 
-One rule: every kept result begins with the command that made it, then commit, date and machine, and a row has exactly the fields of `Row`. Marks
-are judged here and never raised: a missed mark is a line in the report.
-"""
+One rule: every kept result begins with the command that made it, then commit, date and machine, and a row has exactly
+the fields of `Row`. Marks are judged here and never raised: a missed mark is a line in the report."""
 
 from __future__ import annotations
 
@@ -27,7 +26,8 @@ from bench.harness import ROOT, llc_bytes, median, percentile
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure. `ceiling` is in the unit of `value`, from the same run; `ratio` is the median of per-trial ratios where there are trials."""
+    """One figure. `ceiling` is in the unit of `value`, from the same run; `ratio` is the median of per-trial ratios
+    where there are trials."""
 
     case: str
     metric: str
@@ -71,7 +71,8 @@ class Report:
         ratio: float | Sequence[float] | None = None,
         mark: tuple[str, float] | None = None,
     ) -> None:
-        """One row. A list of per-trial ratios becomes its median, and two rows with its p10 and p90. `mark` is judged against `value`."""
+        """One row. A list of per-trial ratios becomes its median, and two rows with its p10 and p90. `mark` is judged
+        against `value`."""
         if isinstance(ratio, Sequence):
             middle = median(ratio)
             self._row(case, metric, value, unit, ceiling, middle)
@@ -137,7 +138,8 @@ class Report:
         )
 
     def write(self, path: Path) -> None:
-        """JSON: the command first, then commit, date, machine, marks, and one row a line. Written aside and renamed: never half a file."""
+        """JSON: the command first, then commit, date, machine, marks, and one row a line. Written aside and renamed:
+        never half a file."""
         said = {"command": self.command, "commit": self.commit, "date": self.date, "machine": self.machine}
         head = [f' "{name}": {json.dumps(value)},' for name, value in said.items()]
         marks, rows = (

@@ -1,11 +1,11 @@
-"""Floors, computed and not measured: the bytes that attention, quantization and restore must move, and the least time a device can take for them.
+"""Floors, computed and not measured: the bytes that attention, quantization and restore must move, and the least time a
+device can take for them.
 
     python -m bench.roofline [--bandwidth B/s] [--link B/s]
 
-Bytes come from `kvtier.format.layout`, scales and padding included. A floor is bytes over the stated bandwidth; a kernel's measured time is to be given as a
-share of it (`bench.kernels`). The expected ratio is that of FP8 to BF16 bytes: no FP8 attention can beat it, and one that reads whole pages should
-come near.
-"""
+Bytes come from `kvtier.format.layout`, scales and padding included. A floor is bytes over the stated bandwidth; a
+kernel's measured time is to be given as a share of it (`bench.kernels`). The expected ratio is that of FP8 to BF16
+bytes: no FP8 attention can beat it, and one that reads whole pages should come near."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ GRANULARITIES = ("head", "block-head", "token-head")
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Shapes from the models' published configurations. window: of `windowed` of the layers, the others see everything. weight_bytes: read a step."""
+    """Shapes from the models' published configurations. window: of `windowed` of the layers, the others see everything.
+    weight_bytes: read a step."""
 
     name: str
     layers: int
@@ -62,7 +63,8 @@ MODELS = (
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """Decode at one batch and context. Times in ms; ratio of FP8 to BF16 for attention alone and for the whole step with its weights."""
+    """Decode at one batch and context. Times in ms; ratio of FP8 to BF16 for attention alone and for the whole step
+    with its weights."""
 
     model: str
     batch: int
@@ -97,7 +99,8 @@ def decode_floors(bandwidth: float) -> Iterator[Floor]:
 
 
 def move_floors(model: Model, context: int, bandwidth: float, link: float) -> dict[str, float]:
-    """ms for the KV of a context: quantizing it (reads BF16, writes FP8), bringing it back over the link, and the scatter into pages."""
+    """ms for the KV of a context: quantizing it (reads BF16, writes FP8), bringing it back over the link, and the
+    scatter into pages."""
     native, fp8 = (model.layers * context * model.token_bytes(kind) for kind in (None, "head"))
     return {
         "quantize": (native + fp8) / bandwidth * 1e3,
@@ -109,7 +112,8 @@ def move_floors(model: Model, context: int, bandwidth: float, link: float) -> di
 
 
 def scale_cost(width: int, tokens: int) -> dict[str, float]:
-    """Bytes that scales add to a head's K and V of one layer, as a share of their codes; padding to 16 bytes included."""
+    """Bytes that scales add to a head's K and V of one layer, as a share of their codes; padding to 16 bytes
+    included."""
     costs = {}
     for name, kinds, dtype in (
         ("head", ("head", "head"), "fp32"),
@@ -134,12 +138,13 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 def main() -> None:
     """Entry point: three tables."""
-    parser = argparse.ArgumentParser(prog="python -m bench.roofline", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.roofline", description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--bandwidth", type=float, default=BANDWIDTH, help="of device memory, B/s")
     parser.add_argument("--link", type=float, default=LINK, help="between host and device, B/s")
     arguments = parser.parse_args()
     print(
-        f"Computed floors, nothing measured: {arguments.bandwidth / 1e12:.1f} TB/s of memory, {arguments.link / 1e9:.0f} GB/s of link.\n"
+        f"Computed floors, nothing measured: {arguments.bandwidth / 1e12:.1f} TB/s of memory, "
+        f"{arguments.link / 1e9:.0f} GB/s of link.\n"
     )
     rows = [
         [

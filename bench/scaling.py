@@ -2,8 +2,9 @@
 
 `python -m bench.scaling blocks|clients|sizes|batches|all [--quick] [--strict] [--json FILE]`.
 
-blocks    four daemons that know 10^3 to 10^6 blocks, in turns: a lookup of 1,000 and a zero-copy lease of 32, each a random run. The growth
-          exponent is the slope of log cost over log blocks, trial by trial: 0 is a cost that does not grow, 1 one that grows as the store does
+blocks    four daemons that know 10^3 to 10^6 blocks, in turns: a lookup of 1,000 and a zero-copy lease of 32, each a
+          random run. The growth exponent is the slope of log cost over log blocks, trial by trial: 0 is a cost that
+          does not grow, 1 one that grows as the store does
 clients   1 to 16 processes that put or get 32 blocks of 256 KiB a call without a pause, and as many that only copy
 sizes     32 MiB a call in blocks of 64 KiB to 16 MiB, beside plain copies
 batches   1 to 64 blocks of 1 MiB a call
@@ -123,7 +124,8 @@ class Crowd:
 
 
 def clients(report: Report, quick: bool) -> None:
-    """Puts and gets of more and more processes at once; beside each, as many processes that copy the same blocks in private memory."""
+    """Puts and gets of more and more processes at once; beside each, as many processes that copy the same blocks in
+    private memory."""
     crowds = QUICK_CROWDS if quick else CROWDS
     trials, seconds = (1, 0.05) if quick else (7, 0.3)
     found: dict[tuple[int, str], list[dict[str, Any]]] = {
@@ -190,9 +192,8 @@ def copying(report: Report, quick: bool, size: int, batch: int, case: str) -> No
             put()
         effort, watch = Effort.of(quick, 15, 0.06), {"daemon": live.pid}
         puts = interleave({"put": put, "copy": copy}, effort, watch)
-        gets = interleave(
-            {"get": get, "copy": copy}, effort, watch
-        )  # apart: blocks that were used outlive those that were only put
+        # apart: blocks that were used outlive those that were only put
+        gets = interleave({"get": get, "copy": copy}, effort, watch)
         for i in range(nblocks):
             target[i].fill(0)
         for _ in range(nblocks // batch):

@@ -1,8 +1,9 @@
-"""What watching costs: a scrape of a daemon with many blocks in many namespaces, what lane callers feel of it, what counting a call costs.
+"""What watching costs: a scrape of a daemon with many blocks in many namespaces, what lane callers feel of it, what
+counting a call costs.
 
-`python -m bench.scrape [--quick] [--strict] [--json FILE]`. The scrape is timed against the health page of the same daemon (the same HTTP, nothing
-read), lookups beside a scraper that never pauses against lookups alone, and one `Series.add` against an empty loop.
-"""
+`python -m bench.scrape [--quick] [--strict] [--json FILE]`. The scrape is timed against the health page of the same
+daemon (the same HTTP, nothing read), lookups beside a scraper that never pauses against lookups alone, and one
+`Series.add` against an empty loop."""
 
 from __future__ import annotations
 
@@ -187,7 +188,8 @@ class Scraper:
 
 
 def counting(report: Report, quick: bool) -> None:
-    """One `Series.add` as the lane does it, two readings of the clock included, against the same loop with nothing in it."""
+    """One `Series.add` as the lane does it, two readings of the clock included, against the same loop with nothing in
+    it."""
     series, n = Meters().series("lane", "lookup"), 100 if quick else 10_000
 
     def counted() -> None:

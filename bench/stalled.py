@@ -1,4 +1,5 @@
-"""A daemon whose SSD tier stands still from SIGUSR1 to SIGUSR2: `kvtier-server` with a `FaultyTier` around its tier. Flags are the daemon's."""
+"""A daemon whose SSD tier stands still from SIGUSR1 to SIGUSR2: `kvtier-server` with a `FaultyTier` around its tier.
+Flags are the daemon's."""
 
 from __future__ import annotations
 

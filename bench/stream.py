@@ -1,8 +1,9 @@
-"""The ceiling of every copied byte: blocks over a plain Unix stream socket, read straight into memory that exists already, checked by nobody.
+"""The ceiling of every copied byte: blocks over a plain Unix stream socket, read straight into memory that exists
+already, checked by nobody.
 
-`python -m bench.stream SOCKET BLOCKS BYTES` is the server, a process of its own with a pool of BLOCKS blocks. A call is a byte ("p" or "g") and
-the numbers of first block and blocks; then the blocks, one way or the other; a put is answered by one byte.
-"""
+`python -m bench.stream SOCKET BLOCKS BYTES` is the server, a process of its own with a pool of BLOCKS blocks. A call is
+a byte ("p" or "g") and the numbers of first block and blocks; then the blocks, one way or the other; a put is answered
+by one byte."""
 
 from __future__ import annotations
 

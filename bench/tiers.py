@@ -1,8 +1,9 @@
-"""The SSD tier against the disk it stands on: puts and gets, reading the index, memory's readers while it hangs, the disk it takes.
+"""The SSD tier against the disk it stands on: puts and gets, reading the index, memory's readers while it hangs, the
+disk it takes.
 
-`python -m bench.tiers [--quick] [--strict] [--json FILE] [--dir DIR]`. The ceiling of a put is pwritev of the same slots to a preallocated file plus
-xxh3 of the same blocks, that of a get preadv plus xxh3, both O_DIRECT with as many threads, in the same run. Takes up to 2 GiB in DIR for a while.
-"""
+`python -m bench.tiers [--quick] [--strict] [--json FILE] [--dir DIR]`. The ceiling of a put is pwritev of the same
+slots to a preallocated file plus xxh3 of the same blocks, that of a get preadv plus xxh3, both O_DIRECT with as many
+threads, in the same run. Takes up to 2 GiB in DIR for a while."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What a request's reader feels, computed from what was measured: time to the first token, between tokens, and to the end, by a stated model.
+"""What a request's reader feels, computed from what was measured: time to the first token, between tokens, and to the
+end, by a stated model.
 
-The model is one device that does one thing at a time: the prefill of the next waiting request, else a decode step of all that are running. A request
-may begin when the store has answered and its bytes have crossed the link, which takes no time of the device. Rates are given, not measured; what the
-store took is measured. Nothing here does I/O.
-"""
+The model is one device that does one thing at a time: the prefill of the next waiting request, else a decode step of
+all that are running. A request may begin when the store has answered and its bytes have crossed the link, which takes
+no time of the device. Rates are given, not measured; what the store took is measured. Nothing here does I/O."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from bench.roofline import BANDWIDTH, LINK, MODELS, Model
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A model on a device. prefill: tokens a second; bandwidth of its memory and of the link to the host, bytes a second."""
+    """A model on a device. prefill: tokens a second; bandwidth of its memory and of the link to the host, bytes a
+    second."""
 
     model: Model = MODELS[0]
     prefill: float = 20_000.0  # Llama-3.1-8B: 32k tokens in 1.6 s
@@ -34,7 +35,8 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One request as the store served it. store: seconds it took to answer and load, measured; loaded: tokens that came from it."""
+    """One request as the store served it. store: seconds it took to answer and load, measured; loaded: tokens that came
+    from it."""
 
     at: float
     tokens: int
@@ -45,7 +47,8 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Felt:
-    """Seconds: until the first token, between tokens (mean), until the last, and of those how long the device was busy with others first."""
+    """Seconds: until the first token, between tokens (mean), until the last, and of those how long the device was busy
+    with others first."""
 
     first: float
     between: float
@@ -64,7 +67,8 @@ class _Running:
 
 
 def play(requests: Sequence[Served], device: Device, fp8: bool, speed: float = 1.0) -> list[Felt]:
-    """What each request's reader feels when they arrive `speed` times as fast as they did. `fp8`: what was loaded is attended to as FP8."""
+    """What each request's reader feels when they arrive `speed` times as fast as they did. `fp8`: what was loaded is
+    attended to as FP8."""
     native, small = device.token_bytes(False), device.token_bytes(fp8)
     ready = sorted(
         (r.at / speed + r.store + r.loaded * small / device.link, number, r) for number, r in enumerate(requests)
@@ -96,7 +100,8 @@ def play(requests: Sequence[Served], device: Device, fp8: bool, speed: float = 1
 
 
 def waiting_starts(requests: Sequence[Served], device: Device, fp8: bool, limit: float = 0.1) -> float:
-    """Requests a second from which on half of them wait more than `limit` seconds for the device, found within 2 %. 0 if they do at once."""
+    """Requests a second from which on half of them wait more than `limit` seconds for the device, found within 2 %. 0
+    if they do at once."""
 
     def waits(speed: float) -> bool:
         return percentile([felt.waited for felt in play(requests, device, fp8, speed)], 50) > limit

@@ -1,15 +1,17 @@
 """Traffic end to end: requests replayed by simulated engines against a real daemon, and what their readers would feel.
 
-`python -m bench.trace formats|engines|restart|failing|all [--trace FILE] [--requests N] [--quick] [--strict] [--json FILE]`.
+`python -m bench.trace formats|engines|restart|failing|all [--trace FILE] [--requests N] [--quick] [--strict] [--json
+FILE]`.
 
-formats   three mixes (or the trace), cold and warm: BF16 with least recently used against FP8 with kvtier's order, in the same bytes
+formats   three mixes (or the trace), cold and warm: BF16 with least recently used against FP8 with kvtier's order, in
+          the same bytes
 engines   1 to 16 engines at once
 restart   the daemon is stopped half-way and started again, with an SSD tier and without
 failing   the SSD tier hangs during the second third
 
-Lookup, load and save are real calls, every byte scaled down by 256; how many blocks an arena holds is worked out at full size. Times to the first
-token, between tokens and to the end come from `bench.timing`, a model with stated rates. A trace is Mooncake's JSON lines: --trace or KVTIER_TRACE.
-"""
+Lookup, load and save are real calls, every byte scaled down by 256; how many blocks an arena holds is worked out at
+full size. Times to the first token, between tokens and to the end come from `bench.timing`, a model with stated rates.
+A trace is Mooncake's JSON lines: --trace or KVTIER_TRACE."""
 
 from __future__ import annotations
 
@@ -54,7 +56,8 @@ def capacities(requests: Sequence[Request]) -> dict[str, int]:
 
 
 def predicted(requests: Sequence[Request], blocks: int, name: str) -> float:
-    """The share of blocks that the replay of `kvtier replay` finds, for one engine and a store that knows trace blocks as wholes."""
+    """The share of blocks that the replay of `kvtier replay` finds, for one engine and a store that knows trace blocks
+    as wholes."""
     return hit_ratio([list(r.blocks) for r in requests], POLICIES[name](max(1, blocks // PARTS)))
 
 
@@ -202,7 +205,8 @@ def compare(
 
 
 def engines(report: Report, found: dict[str, list[Request]], quick: bool) -> None:
-    """More and more engines at once on the last of the mixes: what the store's answers take, and requests a second of all together."""
+    """More and more engines at once on the last of the mixes: what the store's answers take, and requests a second of
+    all together."""
     mix, requests = list(found.items())[-1]
     held = capacities(requests)["FP8"]
     for n in QUICK_CROWDS if quick else CROWDS:

@@ -1,10 +1,11 @@
-"""kvtier beside what else one would use on the same host: 32 blocks of 1 MiB a call, put and got, each peer in a run of its own beside kvtier.
+"""kvtier beside what else one would use on the same host: 32 blocks of 1 MiB a call, put and got, each peer in a run of
+its own beside kvtier.
 
-`python -m bench.versus [PEER ...] [--quick] [--strict] [--json FILE] [--dir DIR]`. A pair is one peer, kvtier and plain copies, each in a process of
-its own; they take turns, window by window, and what is judged is the median of the per-trial ratios. Two pairs never run at once, so no peer's
-idle threads disturb another's figures. A peer that cannot run here is skipped, and the reason is kept with the rows. `bench/peers.sh` makes the
-environment of Mooncake and NIXL; vLLM's is that of `make test-vllm`.
-"""
+`python -m bench.versus [PEER ...] [--quick] [--strict] [--json FILE] [--dir DIR]`. A pair is one peer, kvtier and plain
+copies, each in a process of its own; they take turns, window by window, and what is judged is the median of the
+per-trial ratios. Two pairs never run at once, so no peer's idle threads disturb another's figures. A peer that cannot
+run here is skipped, and the reason is kept with the rows. `bench/peers.sh` makes the environment of Mooncake and NIXL;
+vLLM's is that of `make test-vllm`."""
 
 from __future__ import annotations
 
@@ -178,7 +179,8 @@ def rows(report: Report, match: Match, verb: str, done: dict[Turn, Phase]) -> No
 
 
 def idle(report: Report, match: Match) -> None:
-    """CPU seconds a second that the peer's processes take while nobody asks anything: they take it from everyone else on few cores."""
+    """CPU seconds a second that the peer's processes take while nobody asks anything: they take it from everyone else
+    on few cores."""
     import time
 
     worker = match.workers[match.pair.key]

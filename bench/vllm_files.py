@@ -1,8 +1,9 @@
-"""vLLM's file tier as a contestant of `bench.versus`: its `FileSystemTierManager`, driven as its tiering manager drives it. Runs in .venv-vllm.
+"""vLLM's file tier as a contestant of `bench.versus`: its `FileSystemTierManager`, driven as its tiering manager drives
+it. Runs in .venv-vllm.
 
-A batch of blocks goes down from the primary tier's memory as one store job and comes up as one load job, as those of one request do; beside it the
-same batch as four jobs, which its threads work on side by side. The tier writes with O_DIRECT, syncs nothing, checks lengths only, never evicts.
-"""
+A batch of blocks goes down from the primary tier's memory as one store job and comes up as one load job, as those of
+one request do; beside it the same batch as four jobs, which its threads work on side by side. The tier writes with
+O_DIRECT, syncs nothing, checks lengths only, never evicts."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def config(nbytes: int) -> OffloadingConfig:
 
 
 class Files(Contestant):
-    """The tier over one piece of memory that stands for the primary tier: first what is put, then where it is got to."""
+    """The tier over one piece of memory that stands for the primary tier: first what is put, then where it is got
+    to."""
 
     def __init__(self, field: Field) -> None:
         super().__init__(field)

@@ -2,10 +2,10 @@
 
 Run it in vLLM's environment, which `make test-vllm` makes: .venv-vllm/bin/python -m bench.vllm_modes
 
-SmolLM2-135M, prompts of 2k and 4k tokens, one engine a mode: a prompt is computed and saved, the engine forgets it, and it comes back from the
-daemon. `native` and `expand` run on vLLM's own attention, `dual` on kvtier's in plain torch, which is there to be right: its time to the first token
-says nothing about a GPU. Restore is the connector's own clock, from plan to end; the ceiling of a row is `native` of the same length.
-"""
+SmolLM2-135M, prompts of 2k and 4k tokens, one engine a mode: a prompt is computed and saved, the engine forgets it, and
+it comes back from the daemon. `native` and `expand` run on vLLM's own attention, `dual` on kvtier's in plain torch,
+which is there to be right: its time to the first token says nothing about a GPU. Restore is the connector's own clock,
+from plan to end; the ceiling of a row is `native` of the same length."""
 
 from __future__ import annotations
 

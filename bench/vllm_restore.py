@@ -2,10 +2,11 @@
 
 Run it in vLLM's environment, which `make test-vllm` makes: .venv-vllm/bin/python -m bench.vllm_restore
 
-restore   SmolLM2-135M, prompts of 2k and 4k tokens: time to the first token in a fresh engine that has it from the store, over that in a fresh
-          engine that computes it. Both after a warm-up on another prompt of the same length (compilations, first touch of the cache).
-lookup    `get_num_new_matched_tokens` over 500 requests of a tiny model: with a live daemon, one that is stopped, and none; and what these
-          requests leave behind.
+restore   SmolLM2-135M, prompts of 2k and 4k tokens: time to the first token in a fresh engine that has it from the
+          store, over that in a fresh engine that computes it. Both after a warm-up on another prompt of the same length
+          (compilations, first touch of the cache).
+lookup    `get_num_new_matched_tokens` over 500 requests of a tiny model: with a live daemon, one that is stopped, and
+          none; and what these requests leave behind.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ LIVE_MARK, SILENT_MARK = 2.0, 10.0  # milliseconds
 
 
 def export(directory: Path) -> Path:
-    """SmolLM2-135M-Instruct (4-bit weights, decoded) as a plain Llama checkpoint in BF16, for engines that read safetensors."""
+    """SmolLM2-135M-Instruct (4-bit weights, decoded) as a plain Llama checkpoint in BF16, for engines that read
+    safetensors."""
     from safetensors.torch import save_file
 
     from kvtier.quality.smollm import load
@@ -92,9 +94,8 @@ def restoring(report: Report, model: Path, lengths: list[int], rounds: int) -> N
                 with Engine(model, daemon.socket, **options) as engine:
                     engine.ask("limits", **PRODUCTION)
                     for place, length in enumerate(lengths):
-                        base = (
-                            10_000 * place
-                        )  # else a longer prompt would begin with the shorter one, which the engine holds itself
+                        # else a longer prompt would begin with the shorter one, which the engine holds itself
+                        base = 10_000 * place
                         for warm in range(2):
                             engine.run(
                                 prompt(base + 900 + 10 * number + warm + (5 if kind == "restore" else 0), length),

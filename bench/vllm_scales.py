@@ -2,10 +2,10 @@
 
 Run it in vLLM's environment, which `make test-vllm` makes: .venv-vllm/bin/python -m bench.vllm_scales
 
-The file tier's keys hold the model's path, dtype and block size, not the scales: after the change it answers with hits and, silently, with wrong
-tokens. kvtier's namespace holds every live scale: no hit, right tokens. vLLM's tiers refuse CPU engines, so a worker that copies with memcpy
-stands in for the one that needs a GPU; keys, files and scheduling are vLLM's own.
-"""
+The file tier's keys hold the model's path, dtype and block size, not the scales: after the change it answers with hits
+and, silently, with wrong tokens. kvtier's namespace holds every live scale: no hit, right tokens. vLLM's tiers refuse
+CPU engines, so a worker that copies with memcpy stands in for the one that needs a GPU; keys, files and scheduling are
+vLLM's own."""
 
 from __future__ import annotations
 
@@ -113,7 +113,8 @@ def main() -> None:
                 found = after.run(PROMPT, max_tokens=24)
             same = found["tokens"] == truth
             rows.append(
-                f"{kind:18} {found['cached'] or 0:4} hit tokens   {'right' if same else 'WRONG'} tokens: {found['tokens'][:6]}, truth {truth[:6]}"
+                f"{kind:18} {found['cached'] or 0:4} hit tokens   {'right' if same else 'WRONG'} tokens: "
+                f"{found['tokens'][:6]}, truth {truth[:6]}"
             )
             right = right and (same or kind != "kvtier")
     print("the same directory, scales changed from 0.05, 0.02 to 0.4, 0.1:", *rows, sep="\n")

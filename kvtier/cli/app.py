@@ -97,14 +97,16 @@ class Common:
 
     @contextmanager
     def connected(self) -> Any:
-        """A client of a daemon that has answered once: afterwards what is missing is a miss, not a daemon that is not there. Raises KvtierError."""
+        """A client of a daemon that has answered once: afterwards what is missing is a miss, not a daemon that is not
+        there. Raises KvtierError."""
         with self.client() as client:
             client.status(deadline=self.deadline)
             yield client
 
 
 def command(name: str = "", to: typer.Typer = app) -> Callable[[Callable[..., Exit]], Callable[..., None]]:
-    """Registers a function as a command and turns errors into exit codes. A parameter that is a dataclass (`Common`, ...) stands for its fields."""
+    """Registers a function as a command and turns errors into exit codes. A parameter that is a dataclass (`Common`,
+    ...) stands for its fields."""
 
     def register(function: Callable[..., Exit]) -> Callable[..., None]:
         hints = get_type_hints(function, include_extras=True)

@@ -1,4 +1,5 @@
-"""Commands about artifacts: import-scales, and artifact show | diff | verify. They read directories; only `verify` may ask a daemon."""
+"""Commands about artifacts: import-scales, and artifact show | diff | verify. They read directories; only `verify` may
+ask a daemon."""
 
 from __future__ import annotations
 
@@ -119,8 +120,8 @@ def verify(
     ],
     most: Annotated[int, typer.Option("--most", min=1, max=100_000, help="Differences to print.")] = 50,
 ) -> Exit:
-    """Check an artifact against the scales that a live engine has loaded (its namespace states them), or against a checkpoint. Exit code 1 if one
-    differs."""
+    """Check an artifact against the scales that a live engine has loaded (its namespace states them), or against a
+    checkpoint. Exit code 1 if one differs."""
     found = bundle.load(directory)
     if os.path.isdir(live):
         other, _ = import_scales(live, allow_missing=True, allow_extra=True, uncalibrated=True)

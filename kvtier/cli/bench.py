@@ -1,4 +1,5 @@
-"""`kvtier bench [NAME] [ARGUMENT ...]`: the benchmarks of the checkout that this package is part of; elsewhere it says how to get them."""
+"""`kvtier bench [NAME] [ARGUMENT ...]`: the benchmarks of the checkout that this package is part of; elsewhere it says
+how to get them."""
 
 from __future__ import annotations
 
@@ -26,9 +27,9 @@ def checkout() -> Path | None:
 
 
 def summary(root: Path, name: str) -> str:
-    """The first line of a benchmark's docstring."""
+    """The first paragraph of a benchmark's docstring, on one line."""
     said = ast.get_docstring(ast.parse((root / "bench" / f"{name}.py").read_bytes())) or ""
-    return said.splitlines()[0] if said else ""
+    return " ".join(said.partition("\n\n")[0].split())
 
 
 @app.command(
@@ -39,7 +40,8 @@ def bench(context: typer.Context) -> None:
     root, arguments = checkout(), context.args
     if root is None:
         output.message(
-            "the benchmarks are not installed with the package: clone the repository and say `make venv`, then `.venv/bin/kvtier bench`"
+            "the benchmarks are not installed with the package: clone the repository and say `make venv`, then "
+            "`.venv/bin/kvtier bench`"
         )
         raise SystemExit(Exit.USAGE)
     there = [name for name in NAMES if (root / "bench" / f"{name}.py").exists()]

@@ -1,8 +1,8 @@
 """Commands about blocks: lookup, get, put, delete, pin, unpin.
 
-Which blocks: a NAMESPACE (digest or description file) and content hashes, given in hex or made from token ids. Bytes: one file that holds the
-bodies one after the other, in the order of the hashes, each exactly as long as the namespace's layout says. Bodies move in pieces of a few MiB.
-"""
+Which blocks: a NAMESPACE (digest or description file) and content hashes, given in hex or made from token ids. Bytes:
+one file that holds the bodies one after the other, in the order of the hashes, each exactly as long as the namespace's
+layout says. Bodies move in pieces of a few MiB."""
 
 from __future__ import annotations
 
@@ -141,7 +141,8 @@ def delete(common: Common, which: Which) -> Exit:
 
 @command()
 def pin(common: Common, which: Which) -> Exit:
-    """Keep the leading known blocks from eviction (role admin). Exit code 1 if one is not known, 4 beyond a tenth of the arena."""
+    """Keep the leading known blocks from eviction (role admin). Exit code 1 if one is not known, 4 beyond a tenth of
+    the arena."""
     asked, pinned = _counted(common, which, lambda c, a: c.pin(a.ns, a.hashes, **a.options), "pinned")
     if pinned < asked and pinned.reason.startswith("full"):
         return Exit.REFUSED
@@ -206,7 +207,8 @@ def put(
                 raw = file.read(n * nbytes)
                 if len(raw) != n * nbytes or (first + n == len(asked) and file.read(1)):
                     raise Invalid(
-                        f"{source} does not hold {len(asked)} bodies of {nbytes} bytes; {stored} blocks were stored before that was seen"
+                        f"{source} does not hold {len(asked)} bodies of {nbytes} bytes; {stored} blocks were stored "
+                        "before that was seen"
                     )
                 bodies = np.frombuffer(raw, np.uint8).reshape(n, nbytes)
                 answer = client.put(asked.ns, asked.part(first, n), list(bodies), **asked.options)

@@ -1,8 +1,9 @@
-"""`kvtier doctor`: what this host gives a daemon, what to expect of it, what to do about each finding. Looks at a daemon if one is there.
+"""`kvtier doctor`: what this host gives a daemon, what to expect of it, what to do about each finding. Looks at a
+daemon if one is there.
 
-Each check is a function that returns findings and changes nothing: it maps at most 256 MiB for a moment and writes one temporary file that it
-removes. A check that cannot look says so and is no fault. Figures are of this moment, on whatever else the host is doing.
-"""
+Each check is a function that returns findings and changes nothing: it maps at most 256 MiB for a moment and writes one
+temporary file that it removes. A check that cannot look says so and is no fault. Figures are of this moment, on
+whatever else the host is doing."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ _LIBRARIES = ("numpy", "protobuf", "grpcio", "xxhash", "prometheus-client", "saf
 
 @dataclass(frozen=True, slots=True)
 class HostFinding:
-    """One thing looked at. `state` is good, note (worth knowing) or bad (will hurt or fail); `advice` says what to do or expect."""
+    """One thing looked at. `state` is good, note (worth knowing) or bad (will hurt or fail); `advice` says what to do
+    or expect."""
 
     subject: str
     found: str
@@ -141,7 +143,10 @@ def memory() -> Iterator[HostFinding]:
     """How much there is, whose limit it is under, how fast it is backed."""
     limit, machine = memory_limit(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     whose = "of a control group" if limit < machine else "of the machine"
-    advice = f"the arena is charged to the daemon's limit: request arena + 512 MiB for its container; {size(limit // 4)} is the default arena"
+    advice = (
+        "the arena is charged to the daemon's limit: request arena + 512 MiB for its container; "
+        f"{size(limit // 4)} is the default arena"
+    )
     yield HostFinding("memory limit", f"{size(limit)}, {whose}", NOTE if limit < machine else GOOD, advice)
     available = _meminfo("MemAvailable")
     if available is not None:
@@ -158,7 +163,8 @@ def memory() -> Iterator[HostFinding]:
             "swap",
             size(swap),
             NOTE,
-            "a cold arena may be swapped out, and a block then comes back at the speed of the disk: turn swap off for it",
+            "a cold arena may be swapped out, and a block then comes back at the speed of the disk: turn swap off "
+            "for it",
         )
     if limit < 4 * PROBE:
         yield HostFinding("first touch", "not tried: too little memory", NOTE)
@@ -202,7 +208,8 @@ def limits() -> Iterator[HostFinding]:
     advice = (
         ""
         if soft == resource.RLIM_INFINITY
-        else "the daemon locks nothing; engines that pin the arena for DMA may need LimitMEMLOCK=infinity (or --ulimit memlock=-1)"
+        else "the daemon locks nothing; engines that pin the arena for DMA may need LimitMEMLOCK=infinity (or "
+        "--ulimit memlock=-1)"
     )
     yield HostFinding("locked memory (memlock)", text, GOOD if not advice else NOTE, advice)
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -25,7 +25,8 @@ def fsck(
         bool, typer.Option("--repair", help="Forget blocks that fail, move aside what does not belong.")
     ] = False,
 ) -> Exit:
-    """Check an SSD tier's directory while no daemon has it: index, records, every block's header and bytes, stray files.
+    """Check an SSD tier's directory while no daemon has it: index, records, every block's header and bytes, stray
+    files.
 
     Exit code 1 if something is left to repair, 4 if a daemon has the directory.
     """

@@ -1,7 +1,8 @@
-"""What commands are given, made into what the client takes: a namespace, content hashes, a range, a request context, files of bodies.
+"""What commands are given, made into what the client takes: a namespace, content hashes, a range, a request context,
+files of bodies.
 
-Files are read whole or in pieces, never executed or mapped; each has a limit. Everything wrong raises Invalid with what to write instead.
-"""
+Files are read whole or in pieces, never executed or mapped; each has a limit. Everything wrong raises Invalid with what
+to write instead."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
 def description_of(name: str, client: Client, deadline: float) -> Description:
-    """The description a NAMESPACE argument means: a JSON file, or the beginning of the digest of one the daemon knows."""
+    """The description a NAMESPACE argument means: a JSON file, or the beginning of the digest of one the daemon
+    knows."""
     if name.endswith(".json") or os.sep in name or os.path.exists(name):
         return read_description(Path(name))
     return Description.from_json(client.show(name, deadline=deadline)[1])
@@ -73,7 +75,8 @@ def hashes_of(
 
 
 def read_tokens(path: Path) -> list[int]:
-    """Token ids from a file: numbers between spaces, commas or line ends, with or without the brackets of a JSON list."""
+    """Token ids from a file: numbers between spaces, commas or line ends, with or without the brackets of a JSON
+    list."""
     try:
         text = read_file(path, MAX_LIST_BYTES).decode("ascii").strip()
     except UnicodeDecodeError:
@@ -86,18 +89,21 @@ def read_tokens(path: Path) -> list[int]:
 
 
 def token_hashes(description: Description, group: int, tokens: Sequence[int]) -> list[bytes]:
-    """Hashes of the whole blocks of a prompt, by `identity.chain_hashes`; a block of several engine blocks has its last one's hash."""
+    """Hashes of the whole blocks of a prompt, by `identity.chain_hashes`; a block of several engine blocks has its last
+    one's hash."""
     scheme = description.hashing
     if scheme.algorithm != CHAIN or scheme.lookahead or scheme.nbytes != 32:
         raise Invalid(
-            f"hashes of this namespace are made by {scheme.algorithm!r}, which only its engine can do: give them by --hash or --hashes"
+            f"hashes of this namespace are made by {scheme.algorithm!r}, which only its engine can do: give them by "
+            "--hash or --hashes"
         )
     if not 0 <= group < len(description.layout.groups):
         raise Invalid(f"there is no group {group}; this namespace has {len(description.layout.groups)}")
     each, rest = divmod(description.layout.groups[group].tokens, scheme.block_tokens)
     if rest or not each:
         raise Invalid(
-            f"a block of group {group} does not cover whole hash blocks of {scheme.block_tokens} tokens: give its hashes by --hash or --hashes"
+            f"a block of group {group} does not cover whole hash blocks of {scheme.block_tokens} tokens: give its "
+            "hashes by --hash or --hashes"
         )
     return chain_hashes(tokens, scheme.block_tokens, chain_seed(scheme.seed))[each - 1 :: each]
 
@@ -116,7 +122,8 @@ def span(text: str, what: str) -> tuple[int, int | None]:
 
 
 def context_of(context: str, adapter: str, salt_file: Path | None) -> bytes:
-    """A request context: 64 hex digits, or made of an adapter's digest and a salt. The salt comes by a file, so that no process list shows it."""
+    """A request context: 64 hex digits, or made of an adapter's digest and a salt. The salt comes by a file, so that no
+    process list shows it."""
     if context:
         if adapter or salt_file is not None:
             raise Invalid("--context is the whole context: leave --adapter and --salt-file out")

@@ -36,7 +36,8 @@ def namespace(
         Path | None, typer.Option("--save", help="Write the description to this file, for `kvtier diff nearest FILE`.")
     ] = None,
 ) -> Exit:
-    """Work out the namespace that a vLLM engine will use for a model, from its files; say what is assumed. Asks no daemon."""
+    """Work out the namespace that a vLLM engine will use for a model, from its files; say what is assumed. Asks no
+    daemon."""
     assumed = Assumed(
         kv_cache_dtype, dtype or None, block_size, engine_blocks, algorithm, seed, backend, layout, cpu or None
     )

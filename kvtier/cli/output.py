@@ -1,7 +1,8 @@
-"""How a command speaks: one JSON object or a table on stdout, everything else on stderr, progress on a terminal's stderr only, and an exit code.
+"""How a command speaks: one JSON object or a table on stdout, everything else on stderr, progress on a terminal's
+stderr only, and an exit code.
 
-Exit codes mean the same for every command, so that a script need not read text. One command a process: no state beside the arguments.
-"""
+Exit codes mean the same for every command, so that a script need not read text. One command a process: no state beside
+the arguments."""
 
 from __future__ import annotations
 
@@ -90,7 +91,8 @@ def size(nbytes: float) -> str:
 
 @contextmanager
 def progress(what: str, total: int, unit: str = "") -> Iterator[Callable[[int], None]]:
-    """A bar on stderr, where that is a terminal, of bytes or of what `unit` says. Yields the function that moves it on."""
+    """A bar on stderr, where that is a terminal, of bytes or of what `unit` says. Yields the function that moves it
+    on."""
     quiet = not sys.stderr.isatty() or os.environ.get("TERM") == "dumb"
     counted = (
         (TextColumn("{task.completed:,.0f}/{task.total:,.0f} " + unit),)

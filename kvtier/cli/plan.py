@@ -1,4 +1,5 @@
-"""`kvtier plan`: how many tokens fit where, natively and in FP8, and when it pays. Reads config.json; asks no daemon and no GPU."""
+"""`kvtier plan`: how many tokens fit where, natively and in FP8, and when it pays. Reads config.json; asks no daemon
+and no GPU."""
 
 from __future__ import annotations
 
@@ -279,7 +280,8 @@ def _print(found: dict[str, Any], advice: list[dict[str, str]]) -> None:
     stored = found["stored_bytes_per_token"]
     fewer = stored["native"] / stored["fp8"]
     print(
-        f"\nin kvtier a token is {stored['native']:,.0f} bytes natively, {stored['fp8']:,.0f} in FP8 ({fewer:.3f} times fewer)"
+        f"\nin kvtier a token is {stored['native']:,.0f} bytes natively, {stored['fp8']:,.0f} in FP8 ({fewer:.3f} "
+        "times fewer)"
     )
     if found["tiers"]:
         output.table(

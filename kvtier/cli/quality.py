@@ -1,4 +1,5 @@
-"""`kvtier calibrate` and `kvtier evaluate`: scales from data, and what quantized KV costs. Need torch and transformers (the extra `torch`)."""
+"""`kvtier calibrate` and `kvtier evaluate`: scales from data, and what quantized KV costs. Need torch and transformers
+(the extra `torch`)."""
 
 from __future__ import annotations
 
@@ -141,7 +142,8 @@ def _say(
 
     def show() -> None:
         print(
-            f"artifact {made.digest}\n{save}: {len(made.scales)} scales, positions up to {made.calibrated_position}, {made.report['mix']}"
+            f"artifact {made.digest}\n{save}: {len(made.scales)} scales, positions up to {made.calibrated_position}, "
+            f"{made.report['mix']}"
         )
         output.table(("stratum", "layers and parts whose largest value it has"), list(strata.items()))
         output.table(
@@ -149,7 +151,8 @@ def _say(
         )
         for layer, cost, nbytes in proposed:
             print(
-                f"layer {layer} alone costs KL {cost:.4f}; leaving it native costs {nbytes:,} bytes a token: --exclude {layer}"
+                f"layer {layer} alone costs KL {cost:.4f}; leaving it native costs {nbytes:,} bytes a token: "
+                f"--exclude {layer}"
             )
         if costs and not proposed:
             print("no layer stands out: nothing to exclude")
@@ -192,7 +195,8 @@ def evaluate(
     dtype: Dtype = "float32",
     threads: Threads = 0,
 ) -> Exit:
-    """Compare native with quantized KV on the same texts and judge each scheme. Exit code 1 if the artifact (else: a calibrated scheme) is bad."""
+    """Compare native with quantized KV on the same texts and judge each scheme. Exit code 1 if the artifact (else: a
+    calibrated scheme) is bad."""
     quality = _workbench(threads)
     found = layers(lengths)
     if not found:

@@ -123,15 +123,14 @@ def diff(
 
 
 @command()
-def drop(
-    common: Common,
-    name: Digest,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-) -> Exit:
+def drop(common: Common, name: Digest, yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False) -> Exit:
     """Forget a namespace and all its blocks (role admin)."""
     with common.client() as client:
         info, _ = client.show(name, deadline=common.deadline)
-        what = f"namespace {info.description.hex()[:16]} of tenant {info.tenant} ({info.model}): {info.blocks} blocks, {size(info.nbytes)}"
+        what = (
+            f"namespace {info.description.hex()[:16]} of tenant {info.tenant} ({info.model}): {info.blocks} "
+            f"blocks, {size(info.nbytes)}"
+        )
         if not yes:
             if not sys.stdin.isatty():
                 raise Invalid(f"this would forget {what}: say --yes")
@@ -153,7 +152,10 @@ def ttl(
     seconds = duration(after)
     with common.client() as client:
         info = client.set_ttl(name, seconds, deadline=common.deadline)
-    what = f"namespace {info.description.hex()[:16]} of tenant {info.tenant} ({info.model}): time-to-live {duration_text(info.ttl)}"
+    what = (
+        f"namespace {info.description.hex()[:16]} of tenant {info.tenant} ({info.model}): time-to-live "
+        f"{duration_text(info.ttl)}"
+    )
     output.result({"namespace": _plain(info)}, common.json, lambda: print(what))
     return Exit.OK
 

@@ -1,4 +1,5 @@
-"""`kvtier replay TRACE`: what an arena would hit on a trace of requests, in BF16 with LRU and in FP8 with kvtier's order; needs no daemon."""
+"""`kvtier replay TRACE`: what an arena would hit on a trace of requests, in BF16 with LRU and in FP8 with kvtier's
+order; needs no daemon."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """What an order of eviction is worth, judged on a trace of requests: behind `kvtier replay TRACE --bytes N`.
 
-One rule: hit ratio = blocks of the unbroken prefix that are present / all blocks referenced; a request's blocks are then put or used, the tail first.
-Policies are LRU, S3-FIFO and ARC as in their papers, Belady, which knows the future, and kvtier's (`eviction.Reuse`). Traces are Mooncake's JSON
-lines or the columns that `save` writes. Numbers only: no bytes of blocks, no daemon. One process, one thread.
-"""
+One rule: hit ratio = blocks of the unbroken prefix that are present / all blocks referenced; a request's blocks are
+then put or used, the tail first. Policies are LRU, S3-FIFO and ARC as in their papers, Belady, which knows the future,
+and kvtier's (`eviction.Reuse`). Traces are Mooncake's JSON lines or the columns that `save` writes. Numbers only: no
+bytes of blocks, no daemon. One process, one thread."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ class Lru:
 
 
 class S3Fifo:
-    """S3-FIFO (SOSP'23): a small queue of a tenth, a main queue, and ghosts of as many blocks as the main queue holds."""
+    """S3-FIFO (SOSP'23): a small queue of a tenth, a main queue, and ghosts of as many blocks as the main queue
+    holds."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -310,7 +311,8 @@ def distinct(requests: Requests) -> int:
 
 
 def load(path: Path) -> Requests:
-    """A trace: JSON lines with `hash_ids` as Mooncake publishes them, or the columns that `save` writes (.npz). Raises Invalid."""
+    """A trace: JSON lines with `hash_ids` as Mooncake publishes them, or the columns that `save` writes (.npz). Raises
+    Invalid."""
     try:
         if path.stat().st_size > MAX_TRACE_BYTES:
             raise Invalid(f"{path} has more than {MAX_TRACE_BYTES} bytes")
@@ -337,7 +339,8 @@ def save(path: Path, requests: Requests) -> None:
 
 
 def blocks_held(nbytes: int, extents: Extents) -> int:
-    """Blocks of these extents that an arena of `nbytes` holds: header, scales, padding of slots and the rest of slabs counted."""
+    """Blocks of these extents that an arena of `nbytes` holds: header, scales, padding of slots and the rest of slabs
+    counted."""
     slab = default_slab(nbytes)
     return nbytes // slab * (slab // extents.slot_bytes)
 
@@ -365,10 +368,11 @@ def at_bytes(
     names: Sequence[str],
     tick: Tick | None = None,
 ) -> list[dict[str, object]]:
-    """Hit ratios in `nbytes` of arena: BF16 with LRU, FP8 with these policies and Belady. A trace's block is `tokens` of a model of this shape.
+    """Hit ratios in `nbytes` of arena: BF16 with LRU, FP8 with these policies and Belady. A trace's block is `tokens`
+    of a model of this shape.
 
-    A kvtier block is 16 tokens here, so that it fits the largest slot; a trace's block is as many of them as it has tokens. Raises Invalid.
-    """
+    A kvtier block is 16 tokens here, so that it fits the largest slot; a trace's block is as many of them as it has
+    tokens. Raises Invalid."""
     rows: list[dict[str, object]] = []
     for dtype, chosen in (("bf16", ["lru"]), ("e4m3fn", [*names, BELADY])):
         extents = attention(*shape, engine_tokens=16, dtype=dtype).extents()

@@ -1,4 +1,5 @@
-"""When quantized KV pays and when it does not: the rules of thumb, applied to one model and one use. Pure functions over a plan's numbers.
+"""When quantized KV pays and when it does not: the rules of thumb, applied to one model and one use. Pure functions
+over a plan's numbers.
 
 Published figures are named as such; they are of other machines and say what to measure, not what to expect.
 """
@@ -29,8 +30,8 @@ class Advice:
 def advise(
     caches: ModelCaches, choice: Choice, context: int, ratio: float, break_even: float | None, measured: bool
 ) -> list[Advice]:
-    """The rules that apply at this context length. `ratio`: tokens that fit in FP8 per token that fits natively; `break_even` of decode, None for
-    never, which counts only if it was `measured`."""
+    """The rules that apply at this context length. `ratio`: tokens that fit in FP8 per token that fits natively;
+    `break_even` of decode, None for never, which counts only if it was `measured`."""
     found: list[Advice] = []
     if choice.dtype not in FP8:
         return found
@@ -50,7 +51,8 @@ def advise(
         found.append(
             Advice(
                 "short contexts",
-                f"{context:,} tokens; on an H100 with Llama-3.1-8B FP8 decoded faster from {PUBLISHED_BREAK_EVEN:,} on (published)",
+                f"{context:,} tokens; on an H100 with Llama-3.1-8B FP8 decoded faster from {PUBLISHED_BREAK_EVEN:,} "
+                "on (published)",
                 "measure inter-token latency at two lengths in both formats and give --itl-native and --itl-fp8",
             )
         )
@@ -104,7 +106,8 @@ def advise(
         found.append(
             Advice(
                 "long contexts",
-                "on Hopper a 128k needle test fell from 91 % to 13 % where FP8 products were summed in one level, 89 % with two (published)",
+                "on Hopper a 128k needle test fell from 91 % to 13 % where FP8 products were summed in one level, 89 "
+                "% with two (published)",
                 "run kvtier evaluate at this length, with needles, on the engine's own kernel",
             )
         )
@@ -112,7 +115,8 @@ def advise(
 
 
 def guard(scales: Artifact, context: int) -> Advice | None:
-    """The calibrated-length guard: what to say about using these scales for `context` tokens; None if all positions were seen."""
+    """The calibrated-length guard: what to say about using these scales for `context` tokens; None if all positions
+    were seen."""
     if scales.calibrated_position is None:
         return Advice(
             "calibrated length",

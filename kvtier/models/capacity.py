@@ -1,9 +1,10 @@
-"""How many tokens fit where, natively and quantized, and from which context length on it pays: arithmetic over a model's caches.
+"""How many tokens fit where, natively and quantized, and from which context length on it pays: arithmetic over a
+model's caches.
 
-Everything follows from sizes and from figures that the caller gives; nothing is measured or looked up here. An engine's pool is counted as vLLM
-counts it: pages of `block` tokens, layers of one kind in groups, a request takes whole blocks of every group. What kvtier's own tiers hold follows
-from `layout`, so scales, alignment and slots are in it. Pure functions.
-"""
+Everything follows from sizes and from figures that the caller gives; nothing is measured or looked up here. An engine's
+pool is counted as vLLM counts it: pages of `block` tokens, layers of one kind in groups, a request takes whole blocks
+of every group. What kvtier's own tiers hold follows from `layout`, so scales, alignment and slots are in it. Pure
+functions."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ class Choice:
     granularity   of the scales of an FP8 part
     block         tokens of an engine block; engine_blocks of them in one kvtier block
     excluded      layers that stay native
-    sliding       True: layers with a window are quantized too. They are small, and quality suffers there first: native is the default
+    sliding       True: layers with a window are quantized too. They are small, and quality suffers there first: native
+                  is the default
     tp            ranks that share the KV heads
     in_flight     tokens scheduled at once, which windows hold beside themselves (vLLM: max_num_batched_tokens)
     """
@@ -65,9 +67,11 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class GroupSize:
-    """One group of equal layers on one rank: bytes of the page of one layer, tokens on it, and what a token costs over all of its layers.
+    """One group of equal layers on one rank: bytes of the page of one layer, tokens on it, and what a token costs over
+    all of its layers.
 
-    payload_bytes  per token, without scales; scale_bytes per token of scales that come with the tokens (static ones belong to the layer)
+    payload_bytes  per token, without scales; scale_bytes per token of scales that come with the tokens (static ones
+                   belong to the layer)
     """
 
     kind: str
@@ -82,7 +86,8 @@ class GroupSize:
     scale_bytes: float
 
     def blocks(self, tokens: int, in_flight: int) -> int:
-        """Blocks that a request of so many tokens holds: whole ones; a window needs one more, as it may begin inside a block."""
+        """Blocks that a request of so many tokens holds: whole ones; a window needs one more, as it may begin inside a
+        block."""
         if self.window is None:
             return -(-tokens // self.block)
         held = min(self.window - 1 + in_flight, tokens)
@@ -164,12 +169,12 @@ def rank_heads(layer: LayerCache, tp: int) -> int:
 
 
 def pool(caches: ModelCaches, choice: Choice, nbytes: int, context: int) -> Pool:
-    """What `nbytes` of one rank's memory hold in requests of `context` tokens. Raises Invalid for no room and no context."""
+    """What `nbytes` of one rank's memory hold in requests of `context` tokens. Raises Invalid for no room and no
+    context."""
     check_int("context", context, 1, MAX_TOKENS)
     sizes = group_sizes(caches, choice)
-    if (
-        len({(size.kind, size.window) for size in sizes}) == 1
-    ):  # one kind of layer: one block table, pages of any size beside each other
+    # one kind of layer: one block table, pages of any size beside each other
+    if len({(size.kind, size.window) for size in sizes}) == 1:
         block_bytes = sum(size.page_bytes * len(size.layers) for size in sizes)
         tables = [sizes[0]]
     else:
@@ -187,7 +192,8 @@ def pool(caches: ModelCaches, choice: Choice, nbytes: int, context: int) -> Pool
 
 
 def _equal_pages(sizes: list[GroupSize]) -> list[GroupSize]:
-    """Pages of one size for layers of several kinds, as a shared pool needs them: more tokens on a smaller page where that divides, else padding."""
+    """Pages of one size for layers of several kinds, as a shared pool needs them: more tokens on a smaller page where
+    that divides, else padding."""
     largest = max(size.page_bytes for size in sizes)
     equal = []
     for s in sizes:
@@ -201,7 +207,8 @@ def _equal_pages(sizes: list[GroupSize]) -> list[GroupSize]:
 
 
 def _group_layers(counts: list[int]) -> int:
-    """Layers of one group of a hybrid model: the smallest kind's number, or the largest's where they hardly differ (vLLM's rule)."""
+    """Layers of one group of a hybrid model: the smallest kind's number, or the largest's where they hardly differ
+    (vLLM's rule)."""
     return max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
 
 
@@ -223,7 +230,8 @@ def _parts(widths: tuple[int, ...], dtype: str, granularity: str) -> list[Part]:
 
 
 def layout_of(caches: ModelCaches, choice: Choice) -> Layout:
-    """The layout of kvtier's blocks: layers of one kind, window and head count in a group, each layer in its own format."""
+    """The layout of kvtier's blocks: layers of one kind, window and head count in a group, each layer in its own
+    format."""
     found: dict[tuple[str, int, int | None], list[Layer]] = {}
     for layer in caches.cached:
         dtype = choice.dtype if is_quantized(layer, choice) else caches.dtype
@@ -238,8 +246,8 @@ def layout_of(caches: ModelCaches, choice: Choice) -> Layout:
 
 
 def rank_blocks(caches: ModelCaches, choice: Choice) -> list[tuple[Extents, int]]:
-    """Of every group: one rank's block, and how many ranks keep a block of their own (ranks that share a head keep it once). Raises Invalid where a
-    block is beyond the largest: fewer engine blocks then."""
+    """Of every group: one rank's block, and how many ranks keep a block of their own (ranks that share a head keep it
+    once). Raises Invalid where a block is beyond the largest: fewer engine blocks then."""
     layout = layout_of(caches, choice)
     found = []
     for index, group in enumerate(layout.groups):
@@ -251,7 +259,8 @@ def rank_blocks(caches: ModelCaches, choice: Choice) -> list[tuple[Extents, int]
 
 
 def stored_bytes(caches: ModelCaches, choice: Choice) -> float:
-    """Bytes of one token of a prefix in kvtier's blocks, over all groups and ranks: header, scales and alignment included."""
+    """Bytes of one token of a prefix in kvtier's blocks, over all groups and ranks: header, scales and alignment
+    included."""
     return sum(ranks * extents.block_bytes / extents.group.tokens for extents, ranks in rank_blocks(caches, choice))
 
 
@@ -306,7 +315,8 @@ def exclusion_bytes(caches: ModelCaches, choice: Choice, layer: int) -> int:
 def restore_break_even(
     bytes_per_token: float, link: float, overhead: float, recompute: Callable[[float], float]
 ) -> float | None:
-    """The context length, in tokens, from which restoring takes less time than `recompute` (tokens -> seconds); None if it never does.
+    """The context length, in tokens, from which restoring takes less time than `recompute` (tokens -> seconds); None if
+    it never does.
 
     link      bytes a second from the tier to the engine; overhead seconds a request whatever its length
     """
@@ -320,15 +330,17 @@ def restore_break_even(
 
 
 def prefill_seconds(rate: float, quadratic: float = 0.0) -> Callable[[float], float]:
-    """Time to recompute n tokens: n / rate, and `quadratic` seconds per token squared for attention, which longer contexts need."""
+    """Time to recompute n tokens: n / rate, and `quadratic` seconds per token squared for attention, which longer
+    contexts need."""
     if rate <= 0 or quadratic < 0:
         raise Invalid("tokens a second must be greater than 0, the quadratic part not below")
     return lambda n: n / rate + quadratic * n * n
 
 
 def decode_break_even(native: tuple[float, float], quantized: tuple[float, float]) -> float | None:
-    """The context length from which a decode step over FP8 is faster than over native KV. Each is (time at length 0, time per token of context), in
-    any one unit: a line through measured inter-token latencies. 0 if FP8 is faster from the start, None if never."""
+    """The context length from which a decode step over FP8 is faster than over native KV. Each is (time at length 0,
+    time per token of context), in any one unit: a line through measured inter-token latencies. 0 if FP8 is faster from
+    the start, None if never."""
     (base, slope), (base8, slope8) = native, quantized
     if base8 <= base:
         return 0.0 if slope8 <= slope else None  # faster only up to a length: nothing to wait for
@@ -350,7 +362,8 @@ def _first(gain: Callable[[float], float]) -> float | None:
 
 
 def prefill_curve(points: list[tuple[float, float]]) -> Callable[[float], float]:
-    """The same through measured (tokens, seconds): a line through 0 for one point, with a quadratic part by least squares for more."""
+    """The same through measured (tokens, seconds): a line through 0 for one point, with a quadratic part by least
+    squares for more."""
     if not points or any(not (0 < n < MAX_TOKENS and 0 < t < math.inf) for n, t in points):
         raise Invalid("prefill times are pairs of tokens and seconds, both greater than 0")
     a, b, c, p, q = (
@@ -366,7 +379,8 @@ def prefill_curve(points: list[tuple[float, float]]) -> Callable[[float], float]
 
 
 def line(points: list[tuple[float, float]]) -> tuple[float, float]:
-    """(value at 0, slope) of the least-squares line through measured (context length, time) pairs. Raises Invalid for fewer than two lengths."""
+    """(value at 0, slope) of the least-squares line through measured (context length, time) pairs. Raises Invalid for
+    fewer than two lengths."""
     if len({x for x, _ in points}) < 2 or not all(math.isfinite(x) and math.isfinite(y) for x, y in points):
         raise Invalid("a line needs finite times at two context lengths or more")
     mean_x, mean_y = (sum(values) / len(points) for values in zip(*points, strict=True))

@@ -1,9 +1,9 @@
 """What a checkpoint alone tells of the namespace that an engine will use, and what it cannot tell.
 
-An engine's namespace is made of what it has really loaded (`connectors.vllm`). This is the same description worked out beforehand, from config.json
-and the scales in the safetensors files, under assumptions that the caller states; equal if these are true, which a test holds against a real
-engine. Both use `settings_of`. Pure reading: blocks on disk, imports no engine and no torch.
-"""
+An engine's namespace is made of what it has really loaded (`connectors.vllm`). This is the same description worked out
+beforehand, from config.json and the scales in the safetensors files, under assumptions that the caller states; equal if
+these are true, which a test holds against a real engine. Both use `settings_of`. Pure reading: blocks on disk, imports
+no engine and no torch."""
 
 from __future__ import annotations
 
@@ -50,8 +50,9 @@ class Assumed:
 def describe(
     path: str, assumed: Assumed, revision: str | None = None, *, full: bool = False
 ) -> tuple[Description, list[str]]:
-    """(description, what was assumed and what cannot be known), for a model in a local directory. Raises Invalid for what only an engine can tell:
-    models with several kinds of cache, MLA, quantized caches that carry their scales with the tokens."""
+    """(description, what was assumed and what cannot be known), for a model in a local directory. Raises Invalid for
+    what only an engine can tell: models with several kinds of cache, MLA, quantized caches that carry their scales with
+    the tokens."""
     root = Path(path)
     with naming(root / "config.json"):
         config = json.loads(read_whole(root / "config.json", MAX_CONFIG_BYTES))
@@ -104,8 +105,9 @@ def describe(
 
 
 def settings_of(config: Any, max_position: int | None, computed: Mapping[str, str]) -> dict[str, str | int]:
-    """Settings of the rotary embedding, and how the model is computed, in the form of `Description.rope`. `config` is an engine's configuration or
-    the raw config.json; `max_position` the longest context served, on which some kinds of rotary embedding depend."""
+    """Settings of the rotary embedding, and how the model is computed, in the form of `Description.rope`. `config` is
+    an engine's configuration or the raw config.json; `max_position` the longest context served, on which some kinds of
+    rotary embedding depend."""
 
     def read(name: str) -> Any:
         return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
@@ -150,7 +152,8 @@ def _flatten(data: Mapping[str, Any], path: str = "") -> dict[str, str | int]:
 
 
 def _shape(config: Mapping[str, Any]) -> tuple[int, int, int]:
-    """(layers, KV heads, width of a head). Raises Invalid for caches of other kinds than K and V alike in all layers."""
+    """(layers, KV heads, width of a head). Raises Invalid for caches of other kinds than K and V alike in all
+    layers."""
     odd = [
         key
         for key in ("kv_lora_rank", "layer_types", "sliding_window_pattern", "attention_chunk_size", "text_config")
@@ -159,7 +162,8 @@ def _shape(config: Mapping[str, Any]) -> tuple[int, int, int]:
     odd = [key for key in odd if key != "layer_types" or set(config["layer_types"]) != {"full_attention"}]
     if odd:
         raise Invalid(
-            f"{', '.join(odd)}: the caches of such a model differ from layer to layer, which only the engine can tell; ask it with `kvtier list`"
+            f"{', '.join(odd)}: the caches of such a model differ from layer to layer, which only the engine can "
+            "tell; ask it with `kvtier list`"
         )
     try:
         query = int(config["num_attention_heads"])
@@ -176,7 +180,8 @@ def _window(config: Mapping[str, Any]) -> int | None:
 
 
 def _scales(root: Path, layers: int, heads: int, cpu: bool) -> tuple[dict[str, str], str]:
-    """Static scales of the checkpoint in the form of `Description.scales`, and their granularity. Missing ones are 1, as in vLLM."""
+    """Static scales of the checkpoint in the form of `Description.scales`, and their granularity. Missing ones are 1,
+    as in vLLM."""
     found: dict[tuple[int, str], list[float]] = {}
     for file in sorted(root.glob("*.safetensors")):
         spans, _ = read_header(file)
@@ -210,8 +215,10 @@ def _unknown(assumed: Assumed, fp8: bool) -> list[str]:
         else f"a GPU engine{' with backend ' + assumed.backend if fp8 else ''}"
     )
     return [
-        f"assumed: {where}, blocks of {assumed.block_tokens} tokens, {assumed.engine_blocks} to a kvtier block, physical layout {assumed.physical}",
+        f"assumed: {where}, blocks of {assumed.block_tokens} tokens, {assumed.engine_blocks} to a kvtier block, "
+        f"physical layout {assumed.physical}",
         f"assumed: content hashes by {assumed.algorithm} from seed {assumed.seed!r} (PYTHONHASHSEED replaces it)",
         "not known: adapters and cache salts, which vary per request and are not in the namespace",
-        "not known: what options of the engine change (hf_overrides, kv_cache_dtype_skip_layers, quantization at load time, a longer rotary context)",
+        "not known: what options of the engine change (hf_overrides, kv_cache_dtype_skip_layers, quantization at "
+        "load time, a longer rotary context)",
     ]

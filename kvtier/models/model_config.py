@@ -1,8 +1,8 @@
-"""What a model's config.json says about its caches: per layer, which kind, how many heads, how wide, how far it looks back.
+"""What a model's config.json says about its caches: per layer, which kind, how many heads, how wide, how far it looks
+back.
 
-For planning, before any engine runs; an engine may do otherwise (it then says so itself). What is not understood is refused by name, never
-guessed: a wrong capacity is worse than none. Pure reading of one small file; no torch.
-"""
+For planning, before any engine runs; an engine may do otherwise (it then says so itself). What is not understood is
+refused by name, never guessed: a wrong capacity is worse than none. Pure reading of one small file; no torch."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ _ATTENTION = {"full_attention", "attention", "global_attention", "full"}
 _SLIDING = {"sliding_attention", "local_attention", "sliding_window"}
 _CHUNKED = {"chunked_attention"}
 _STATE = {"linear_attention", "mamba", "mamba2", "recurrent", "conv", "rglru", "short_conv"}
-_EVERY_OTHER = {
-    "gemma2": 2
-}  # old configs of these models do not list their layers; the first of so many slides, the last is full
+# old configs of these models do not list their layers; the first of so many slides, the last is full
+_EVERY_OTHER = {"gemma2": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
     """The cache of one layer.
 
-    kind     "attention" (K and V per head), "latent" (MLA: one record per token, whatever the number of heads), "state" (a recurrent state: no bytes
-             per token)
+    kind     "attention" (K and V per head), "latent" (MLA: one record per token, whatever the number of heads), "state"
+             (a recurrent state: no bytes per token)
     heads    KV heads of the whole model
     widths   elements per token and head of each part: (K, V), or (latent,)
     window   tokens that it looks back, None for all
@@ -52,7 +51,8 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class ModelCaches:
-    """The caches of a model. `dtype` is the model's own, a word of `layout`; `positions` the longest context its config names, if it does."""
+    """The caches of a model. `dtype` is the model's own, a word of `layout`; `positions` the longest context its config
+    names, if it does."""
 
     model: str
     dtype: str
@@ -67,7 +67,8 @@ class ModelCaches:
 
 
 def read_caches(path: str | Path) -> ModelCaches:
-    """The caches of the model in this directory, or of this config.json. Raises Invalid, naming the file, for what is missing or not understood."""
+    """The caches of the model in this directory, or of this config.json. Raises Invalid, naming the file, for what is
+    missing or not understood."""
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
     raw = read_whole(file, MAX_CONFIG_BYTES)

@@ -1,8 +1,9 @@
-"""KV scales out of a checkpoint into an artifact: every tensor understood and every value good, or nothing and a list of what is wrong.
+"""KV scales out of a checkpoint into an artifact: every tensor understood and every value good, or nothing and a list
+of what is wrong.
 
-Reads the safetensors files of a local directory: headers whole, then the few scales. What an engine would replace in silence (a missing q_scale, one
-kv_scale for both, a value of 0) is either refused or written into the artifact's report. Values keep every bit. Blocks on disk; no torch.
-"""
+Reads the safetensors files of a local directory: headers whole, then the few scales. What an engine would replace in
+silence (a missing q_scale, one kv_scale for both, a value of 0) is either refused or written into the artifact's
+report. Values keep every bit. Blocks on disk; no torch."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ class Found:
 
 @dataclass(slots=True)
 class Import:
-    """What an import found. `problems` is empty or nothing may be used; `notes` are for the reader and for the artifact's report."""
+    """What an import found. `problems` is empty or nothing may be used; `notes` are for the reader and for the
+    artifact's report."""
 
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -96,7 +98,8 @@ def import_scales(
     granularity = {part: _granularity(found, part) for part in "kv"}
     if not uncalibrated and all(np.all(values == 1.0) for values in found.scales.values()):
         raise Invalid(
-            f"{root}: every scale is 1.0, which means that nothing was calibrated; say so with --uncalibrated to import it all the same"
+            f"{root}: every scale is 1.0, which means that nothing was calibrated; say so with --uncalibrated to "
+            "import it all the same"
         )
     name, exact = resolve_revision(str(root), revision)
     form = {part: PartFormat("e4m3fn", granularity[part]) for part in "kv"}
@@ -124,7 +127,8 @@ def import_scales(
 
 
 def read_scales(root: Path, heads: Mapping[int, int], found: Import, allow_extra: bool) -> list[Found]:
-    """All good KV scales in the directory's safetensors files. Adds to `found` what is wrong with names, layers, formats, shapes and values."""
+    """All good KV scales in the directory's safetensors files. Adds to `found` what is wrong with names, layers,
+    formats, shapes and values."""
     files = sorted(root.glob("*.safetensors"))
     if not files or len(files) > MAX_FILES:
         raise Invalid(f"{root} has {len(files)} safetensors files; KV scales are read from no other kind of file")
@@ -165,7 +169,8 @@ def read_scales(root: Path, heads: Mapping[int, int], found: Import, allow_extra
 
 
 def vector(tensor: Tensor, heads: int, said: ScaleName) -> Vector:
-    """The values of a scale tensor as one number or one per head, bit for bit. Raises Invalid for another format, shape, or a bad value."""
+    """The values of a scale tensor as one number or one per head, bit for bit. Raises Invalid for another format,
+    shape, or a bad value."""
     shape = list(tensor.shape)
     if said.zero_point:
         if any(tensor.data):  # zero in any format; an offset in FP8 codes has no meaning here
@@ -242,7 +247,8 @@ def _granularity(found: Import, part: str) -> str:
     single = [layer for layer, size in sizes.items() if size == 1]
     if single and len(single) < len(sizes):
         raise Invalid(
-            f"{part}_scale is one number in layers {_ranges(single)} and one for each head in the others: which of them is meant?"
+            f"{part}_scale is one number in layers {_ranges(single)} and one for each head in the others: which of "
+            "them is meant?"
         )
     return "tensor" if single else "head"
 

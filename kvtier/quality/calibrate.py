@@ -1,9 +1,9 @@
-"""Scales from data: passes over a calibration mix, a rule that turns what was seen into scales, and the artifact that records all of it.
+"""Scales from data: passes over a calibration mix, a rule that turns what was seen into scales, and the artifact that
+records all of it.
 
-Wrong scales are wrong loudly: a layer that saw nothing, or something that is not a number, is never exported. e4m3 floats, so a scale that is too
-large costs next to nothing (1,000 times was not measurable on SmolLM2-135M) while one 20 times too small destroyed the model by clipping: the
-default leaves room. Keeps no state.
-"""
+Wrong scales are wrong loudly: a layer that saw nothing, or something that is not a number, is never exported. e4m3
+floats, so a scale that is too large costs next to nothing (1,000 times was not measurable on SmolLM2-135M) while one 20
+times too small destroyed the model by clipping: the default leaves room. Keeps no state."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def observe(subject: Subject, samples: Sequence[Sample], step: Step | None = Non
 
 
 def choose(seen: Magnitudes, granularity: str, rule: str, headroom: float = HEADROOM, percent: float = 99.99) -> Vector:
-    """Scales of one part of one layer: one per head, or one. A head that saw only zeros gets the largest scale of the others.
+    """Scales of one part of one layer: one per head, or one. A head that saw only zeros gets the largest scale of the
+    others.
 
     amax         largest magnitude / 448, times headroom
     percentile   the magnitude that `percent` % do not exceed / 448, times headroom: outliers clip
@@ -89,7 +90,8 @@ def choose(seen: Magnitudes, granularity: str, rule: str, headroom: float = HEAD
 
 
 def refuse_gaps(observer: Observer, excluded: Iterable[int] = ()) -> None:
-    """Raises Invalid, naming each, if a layer that is not excluded saw nothing, only zeros, or something that is not finite."""
+    """Raises Invalid, naming each, if a layer that is not excluded saw nothing, only zeros, or something that is not
+    finite."""
     wrong = []
     for (layer, part), seen in sorted(observer.seen.items()):
         if layer in set(excluded):
@@ -159,7 +161,8 @@ def export(
 
 
 def statistics(observer: Observer, scales: Mapping[tuple[int, str], Vector]) -> list[dict[str, Any]]:
-    """One row per layer, part and head: amax of every stratum, percentiles over all, the scale that was chosen (empty for a native layer)."""
+    """One row per layer, part and head: amax of every stratum, percentiles over all, the scale that was chosen (empty
+    for a native layer)."""
     rows = []
     strata = sorted({stratum for seen in observer.seen.values() for stratum in seen.amax})
     for (layer, part), seen in sorted(observer.seen.items()):
@@ -184,7 +187,8 @@ def statistics(observer: Observer, scales: Mapping[tuple[int, str], Vector]) -> 
 def sensitivity(
     subject: Subject, artifact: Artifact, tokens: Sequence[int], step: Step | None = None
 ) -> dict[int, float]:
-    """{layer: mean KL(native || native but for this layer)} over one text: what each layer's quantization alone costs."""
+    """{layer: mean KL(native || native but for this layer)} over one text: what each layer's quantization alone
+    costs."""
     scales = {key: torch.from_numpy(np.array(values)) for key, values in artifact.scales.items()}
     layers = sorted({layer for layer, _ in scales})
     kinds = {part: form.granularity for part, form in artifact.parts.items()}

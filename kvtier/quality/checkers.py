@@ -1,8 +1,8 @@
-"""Whether an answer is right: exact, by pattern, by numbers, as JSON of a schema, as a tool call. Pure functions; nothing in an answer is executed.
+"""Whether an answer is right: exact, by pattern, by numbers, as JSON of a schema, as a tool call. Pure functions;
+nothing in an answer is executed.
 
-A checker is {"kind": ..., ...} in a task file. Unknown kinds, fields and schema keywords are refused when the file is read, so that a task is never
-passed because nobody looked.
-"""
+A checker is {"kind": ..., ...} in a task file. Unknown kinds, fields and schema keywords are refused when the file is
+read, so that a task is never passed because nobody looked."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ _KEYWORDS = {
     "title",
 }
 _REFUSAL = re.compile(
-    r"\b(?:I (?:can(?:no|')t|am unable|am not able|won't)|I'm (?:sorry|unable|not able)|cannot (?:help|assist|provide))",
+    r"\b(?:I (?:can(?:no|')t|am unable|am not able|won't)|I'm (?:sorry|unable|not able)|cannot "
+    r"(?:help|assist|provide))",
     re.IGNORECASE,
 )
 
@@ -88,7 +89,8 @@ def check(checker: Mapping[str, Any], answer: str) -> bool:
 
 
 def validate(checker: Any) -> None:
-    """Raises Invalid unless this is a checker: a known kind, its fields and no others, a pattern that compiles, a schema of known keywords."""
+    """Raises Invalid unless this is a checker: a known kind, its fields and no others, a pattern that compiles, a
+    schema of known keywords."""
     kind = checker.get("kind") if isinstance(checker, Mapping) else None
     if kind not in _FIELDS:
         raise Invalid(f"the checker's kind is one of {', '.join(_FIELDS)}, not {kind!r:.80}")

@@ -1,8 +1,9 @@
-"""Native against quantized, position by position: the same tokens through one model with several caches, teacher-forced, in lockstep.
+"""Native against quantized, position by position: the same tokens through one model with several caches,
+teacher-forced, in lockstep.
 
-Free-running text differs after a few tokens under any change, so it separates nothing; what is compared is the prediction at each position. Intervals
-are over sequences, never over tokens: positions of one sequence are not independent. With one sequence there is no interval, and none is given.
-"""
+Free-running text differs after a few tokens under any change, so it separates nothing; what is compared is the
+prediction at each position. Intervals are over sequences, never over tokens: positions of one sequence are not
+independent. With one sequence there is no interval, and none is given."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ class Interval:
 
 @dataclass(slots=True)
 class Result:
-    """One scheme over the sequences of one text and length: per sequence and position, KL(native || scheme), negative log-likelihood, top-1 equal."""
+    """One scheme over the sequences of one text and length: per sequence and position, KL(native || scheme), negative
+    log-likelihood, top-1 equal."""
 
     scheme: Scheme
     kl: list[Trace] = field(default_factory=list)
@@ -74,7 +76,8 @@ class Result:
     tallies: dict[tuple[int, str], Tally] = field(default_factory=dict)
 
     def over(self, values: list[Trace], low: int = 0, high: int | None = None) -> Interval | None:
-        """The mean over positions [low, high) of each sequence, then over sequences; None if no sequence reaches there."""
+        """The mean over positions [low, high) of each sequence, then over sequences; None if no sequence reaches
+        there."""
         return interval([float(trace[low:high].mean()) for trace in values if len(trace) > low])
 
     def buckets(self) -> list[tuple[int, int]]:
@@ -147,7 +150,8 @@ def compare(
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A continuation scored after a context: mean negative log-likelihood per token, share of tokens that are the first choice, whether all are."""
+    """A continuation scored after a context: mean negative log-likelihood per token, share of tokens that are the first
+    choice, whether all are."""
 
     nll: float
     correct: float
@@ -160,8 +164,8 @@ def score(
     queries: Sequence[tuple[Sequence[int], Sequence[int]]],
     schemes: Sequence[Scheme | None],
 ) -> list[list[Scored]]:
-    """Per scheme (None: native) and query (cue, answer): how well the answer's tokens are predicted after context and cue. The context is read once;
-    each query sees the context alone."""
+    """Per scheme (None: native) and query (cue, answer): how well the answer's tokens are predicted after context and
+    cue. The context is read once; each query sees the context alone."""
     from kvtier.quality.schemes import restore_state, save_state
 
     layers = [index for index, _, _ in layers_of(subject.caches)]

@@ -1,8 +1,7 @@
 """Texts to calibrate and evaluate on: files of named strata, cut into pieces of tokens that are spread over each text.
 
-A stratum is a kind of use (chat, code, tables ...): scales must fit all of them, and what one needs more than the others should be seen. Files are
-read whole, up to a limit; nothing is downloaded.
-"""
+A stratum is a kind of use (chat, code, tables ...): scales must fit all of them, and what one needs more than the
+others should be seen. Files are read whole, up to a limit; nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -34,12 +33,12 @@ class Sample:
 
 
 def read(sources: Sequence[str], encode: Encode, length: int, number: int, *, evaluation: bool = False) -> list[Sample]:
-    """Pieces of `length` tokens from "stratum=FILE" sources, `number` of each stratum; the built-in text where there are no sources.
+    """Pieces of `length` tokens from "stratum=FILE" sources, `number` of each stratum; the built-in text where there
+    are no sources.
 
-    FILE is .jsonl (a line is {"text": ...} or {"tokens": [...]}, with its own "stratum" if it likes), .tokens (ids between spaces) or plain text. The
-    lines of a .jsonl are documents of their own, never joined: one longer than `length` is cut, a shorter one stays short. Raises Invalid for a
-    stratum without a piece.
-    """
+    FILE is .jsonl (a line is {"text": ...} or {"tokens": [...]}, with its own "stratum" if it likes), .tokens (ids
+    between spaces) or plain text. The lines of a .jsonl are documents of their own, never joined: one longer than
+    `length` is cut, a shorter one stays short. Raises Invalid for a stratum without a piece."""
     documents: dict[str, list[list[int]]] = {}
     if not sources:
         documents[BUILT_IN] = [encode(texts.evaluation() if evaluation else texts.calibration())]

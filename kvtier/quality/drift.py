@@ -1,9 +1,10 @@
-"""Live values against the scales they are stored with: what the quantizer counts while it runs, as metrics with few labels.
+"""Live values against the scales they are stored with: what the quantizer counts while it runs, as metrics with few
+labels.
 
-A calibration ages: other prompts, a longer context, an adapter. The quantize kernel and its reference count clipped and non-finite values and the
-largest magnitude of every layer and head; an engine hands these numbers to one `Drift`, and scrapes read it. packaging/alerts-quality.yml has rules.
-Thread-safe by one lock, held for microseconds; imports no torch and no metrics library.
-"""
+A calibration ages: other prompts, a longer context, an adapter. The quantize kernel and its reference count clipped and
+non-finite values and the largest magnitude of every layer and head; an engine hands these numbers to one `Drift`, and
+scrapes read it. packaging/alerts-quality.yml has rules. Thread-safe by one lock, held for microseconds; imports no
+torch and no metrics library."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ METRICS: dict[str, tuple[str, str]] = {
     "nonfinite_values_total": ("counter", "Of these, NaN and Inf; their blocks are not stored."),
     "amax_share": (
         "gauge",
-        "Largest magnitude of the last minutes as a share of what its scale can hold; above 1 it clips. Static scales only.",
+        "Largest magnitude of the last minutes as a share of what its scale can hold; above 1 it clips. Static "
+        "scales only.",
     ),
     "uncalibrated": ("gauge", "1 where every static scale is 1.0."),
 }
@@ -56,7 +58,8 @@ class _Sums:
 class Drift:
     """Counters of one engine.
 
-    scales   the static scales in use, {(layer, part): f32 [heads] or [1]}, as in an artifact; empty where scales come with the tokens
+    scales   the static scales in use, {(layer, part): f32 [heads] or [1]}, as in an artifact; empty where scales come
+             with the tokens
     layers   layers of the model that are quantized
     """
 
@@ -77,8 +80,8 @@ class Drift:
         self._lock = threading.Lock()
 
     def add(self, layer: int, part: str, values: int, clipped: int, nonfinite: int, amax: NDArray[Any]) -> None:
-        """What one quantization saw of a part of a layer: numbers of elements, and the largest magnitude per head (or of all, one number). Raises
-        Invalid for a layer that is not quantized."""
+        """What one quantization saw of a part of a layer: numbers of elements, and the largest magnitude per head (or
+        of all, one number). Raises Invalid for a layer that is not quantized."""
         if layer not in self._range or not part.isidentifier() or len(part) > 32:
             raise Invalid(f"{part!r:.40} of layer {layer} is not quantized here")
         limits = self._limits.get((layer, part))
@@ -99,14 +102,16 @@ class Drift:
         nonfinite: NDArray[Any],
         amax: NDArray[Any],
     ) -> None:
-        """The counts of one launch of the quantize kernel, [blocks, layers, parts, heads] each (`kvtier_kernels.quantize.Seen`, copied to the host).
-        `values`: elements of one block of each part, over its heads. Raises Invalid for arrays of another shape."""
+        """The counts of one launch of the quantize kernel, [blocks, layers, parts, heads] each
+        (`kvtier_kernels.quantize.Seen`, copied to the host). `values`: elements of one block of each part, over its
+        heads. Raises Invalid for arrays of another shape."""
         shape = (len(clipped), len(layers), len(parts))
         if any(array.ndim != 4 or array.shape[:3] != shape for array in (clipped, nonfinite, amax)) or len(
             values
         ) != len(parts):
             raise Invalid(
-                f"counts of {len(layers)} layers and {len(parts)} parts have the shape [blocks, layers, parts, heads], not {clipped.shape}"
+                f"counts of {len(layers)} layers and {len(parts)} parts have the shape [blocks, layers, parts, "
+                f"heads], not {clipped.shape}"
             )
         if not shape[0]:
             return
@@ -116,7 +121,8 @@ class Drift:
                 self.add(layer, part, values[j] * shape[0], *sums, amax[:, i, j].max(axis=0))
 
     def rotate(self) -> None:
-        """Begins another window of `amax_share`; what is told is the larger of the present and the last. Its owner calls it every few minutes."""
+        """Begins another window of `amax_share`; what is told is the larger of the present and the last. Its owner
+        calls it every few minutes."""
         with self._lock:
             for sums in self._sums.values():
                 sums.before, sums.share = sums.share, 0.0

@@ -1,7 +1,8 @@
-"""One evaluation from end to end: texts, lengths, schemes, the outlier twin, retrieval and tasks; then a verdict on every scheme.
+"""One evaluation from end to end: texts, lengths, schemes, the outlier twin, retrieval and tasks; then a verdict on
+every scheme.
 
-The verdict is made of the numbers alone: nobody says beforehand which scheme is good. Its limits are constants here, with where they come from.
-"""
+The verdict is made of the numbers alone: nobody says beforehand which scheme is good. Its limits are constants here,
+with where they come from."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from kvtier.quality.data import Sample
 from kvtier.quality.schemes import BLOCK, Scheme
 from kvtier.quality.subject import Subject
 
-# Nats of KL per token. On SmolLM2-135M calibrated schemes stay below 0.03 up to 4,096 tokens; 0.1 already costs 10 % of perplexity.
+# Nats of KL per token. On SmolLM2-135M calibrated schemes stay below 0.03 up to 4,096 tokens; 0.1 already costs 10 % of
+# perplexity.
 BAD_KL = 0.1
 NOTABLE_KL = 0.03
 APART = 5.0  # times the best quantized scheme of the same cell
@@ -101,8 +103,8 @@ def run(
     asked: Sequence[tasks.Task] = (),
     step: Step | None = None,
 ) -> Evaluation:
-    """Runs everything. `evaluation(length, number)` gives texts that the calibration did not see. Without an artifact, and on the twin, scales come
-    from `calibration`. Raises Invalid for an artifact of another model."""
+    """Runs everything. `evaluation(length, number)` gives texts that the calibration did not see. Without an artifact,
+    and on the twin, scales come from `calibration`. Raises Invalid for an artifact of another model."""
     tell = step or (lambda *_: None)
     if artifact is not None and artifact.revision != subject.revision:
         raise Invalid(f"the artifact belongs to revision {artifact.revision}, the model is {subject.revision}")
@@ -141,7 +143,8 @@ def run(
 
 
 def judge(cells: Sequence[Cell]) -> list[Verdict]:
-    """A verdict per scheme and model, from KL, its course over positions, and how far the scheme is from the best one."""
+    """A verdict per scheme and model, from KL, its course over positions, and how far the scheme is from the best
+    one."""
     found: dict[tuple[str, str], Verdict] = {}
     for cell in cells:
         quantized = [result for result in cell.results if result.scheme.k != "bf16"]

@@ -1,7 +1,8 @@
-"""What a model's K and V are like: per layer, part and head the largest magnitude, how often which magnitude, and how that differs by stratum.
+"""What a model's K and V are like: per layer, part and head the largest magnitude, how often which magnitude, and how
+that differs by stratum.
 
-Magnitudes are counted in 32 bins an octave, so percentiles and errors are good to 1.1 % in the value; amax is exact. Not for threads.
-"""
+Magnitudes are counted in 32 bins an octave, so percentiles and errors are good to 1.1 % in the value; amax is exact.
+Not for threads."""
 
 from __future__ import annotations
 
@@ -36,9 +37,8 @@ class Magnitudes:
     nonfinite: int = 0
     amax: dict[str, Vector] = field(default_factory=dict)  # by stratum
     channels: Vector = field(default_factory=lambda: np.zeros((0, 0), np.float32))  # [heads, width]
-    counts: NDArray[np.int64] = field(
-        default_factory=lambda: np.zeros((0, 0), np.int64)
-    )  # [heads, BINS], without zeros
+    # [heads, BINS], without zeros
+    counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 0), np.int64))
 
     @property
     def top(self) -> Vector:
@@ -90,7 +90,8 @@ class Observer:
                 seen = self.seen[index, part]
                 if x.shape[1] != seen.heads or x.shape[3] != seen.width:
                     raise Invalid(
-                        f"{part} of layer {index} is {x.shape[1]} heads of {x.shape[3]}; the configuration says {seen.heads} of {seen.width}"
+                        f"{part} of layer {index} is {x.shape[1]} heads of {x.shape[3]}; the configuration says "
+                        f"{seen.heads} of {seen.width}"
                     )
                 seen.add(x[0], stratum)
             return original(keys, values, *rest, **more)
@@ -109,7 +110,8 @@ def percentile(seen: Magnitudes, percent: float) -> Vector:
 
 
 def clip_curve(seen: Magnitudes, scales: Vector) -> list[tuple[float, float]]:
-    """(factor, share of elements above 448 * factor * scale, to a bin) over all heads, for factors from 1 to 1/64: how soon a smaller scale clips."""
+    """(factor, share of elements above 448 * factor * scale, to a bin) over all heads, for factors from 1 to 1/64: how
+    soon a smaller scale clips."""
     elements = max(1, seen.elements)
     each = np.broadcast_to(scales, seen.heads)
     curve = []
@@ -125,8 +127,8 @@ def clip_curve(seen: Magnitudes, scales: Vector) -> list[tuple[float, float]]:
 
 
 def least_error(counts: NDArray[np.int64], top: Vector) -> Vector:
-    """Per row of counts [rows, BINS]: the scale, of amax / 448 times `STEPS`, whose squared error after rounding and clipping is the smallest. Equal
-    errors: the largest scale, which leaves the most room."""
+    """Per row of counts [rows, BINS]: the scale, of amax / 448 times `STEPS`, whose squared error after rounding and
+    clipping is the smallest. Equal errors: the largest scale, which leaves the most room."""
     rows = len(counts)
     centers = torch.from_numpy(CENTERS.astype(np.float32))
     x = centers.expand(rows, BINS)[:, :, None].contiguous()

@@ -1,4 +1,5 @@
-"""An evaluation on disk: report.md for people, CSV for programs, plots where matplotlib is installed. Overwrites its own files, nothing else."""
+"""An evaluation on disk: report.md for people, CSV for programs, plots where matplotlib is installed. Overwrites its
+own files, nothing else."""
 
 from __future__ import annotations
 
@@ -45,11 +46,13 @@ def markdown(made: Evaluation, plots: Sequence[str] = ()) -> str:
     for verdict in sorted(made.verdicts, key=lambda v: (v.model, order.get(v.word, 2))):
         word = f"**{verdict.word}**" if verdict.word == BAD else verdict.word
         lines.append(
-            f"| {verdict.model} | {_label(made, verdict.scheme)} | {word} | {'; '.join(verdict.reasons) or 'no limit exceeded'} |"
+            f"| {verdict.model} | {_label(made, verdict.scheme)} | {word} | "
+            f"{'; '.join(verdict.reasons) or 'no limit exceeded'} |"
         )
     lines += [
         "",
-        "KL is KL(native ‖ scheme) in nats per token, teacher-forced. ± is half of a 95 % interval over sequences; one sequence gives none.",
+        "KL is KL(native ‖ scheme) in nats per token, teacher-forced. ± is half of a 95 % interval over sequences; "
+        "one sequence gives none.",
     ]
     for cell in made.cells:
         edges = cell.results[0].buckets()
@@ -69,7 +72,8 @@ def markdown(made: Evaluation, plots: Sequence[str] = ()) -> str:
         for result in cell.results:
             buckets = "".join(f" {result.over(result.kl, low, high)} |" for low, high in edges)
             lines.append(
-                f"| {_label(made, result.scheme.name)} | {result.perplexity:.3f} | {result.over(result.kl)} |{buckets} {result.over(result.top1)} "
+                f"| {_label(made, result.scheme.name)} | {result.perplexity:.3f} | {result.over(result.kl)} "
+                f"|{buckets} {result.over(result.top1)} "
                 f"| {result.clipped:.2%} |"
             )
     if made.retrievals:
@@ -94,7 +98,8 @@ def markdown(made: Evaluation, plots: Sequence[str] = ()) -> str:
         for a in made.answered:
             name = _label(made, a.scheme)
             lines.append(
-                f"| {a.stratum} | {name} | {a.passed} of {a.tasks} | {a.json} of {a.tasks} | {a.repetition:.2f} | {a.same_tokens:.2f} |"
+                f"| {a.stratum} | {name} | {a.passed} of {a.tasks} | {a.json} of {a.tasks} | {a.repetition:.2f} | "
+                f"{a.same_tokens:.2f} |"
             )
         lines += [
             "",

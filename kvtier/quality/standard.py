@@ -1,4 +1,5 @@
-"""The schemes that are compared as a matter of course: calibrated and not, static and with the tokens, the noise floor, and a control.
+"""The schemes that are compared as a matter of course: calibrated and not, static and with the tokens, the noise floor,
+and a control.
 
 Static ones come from one calibration, so that they differ in granularity alone. Pure functions.
 """
@@ -44,7 +45,8 @@ def from_observer(
 
 
 def from_scales(names: tuple[str, ...], artifact: Artifact) -> list[Scheme]:
-    """The artifact as it is, then these schemes with its scales; one per layer is the largest of its heads'. Raises Invalid for what it lacks."""
+    """The artifact as it is, then these schemes with its scales; one per layer is the largest of its heads'. Raises
+    Invalid for what it lacks."""
     own = from_artifact(artifact)
 
     def scales(kind: str) -> StaticScales:

@@ -1,8 +1,8 @@
 """A causal model to be looked at: weights, tokenizer, name, exact revision, and what its layers cache.
 
-Loads local files only: a Hugging Face directory, or "smollm2", the model that comes as a Python package (4-bit weights, decoded: say so beside every
-figure). Runs in f32 unless told otherwise, so that what is measured is the KV format and nothing else; on the CPU or another device of torch.
-"""
+Loads local files only: a Hugging Face directory, or "smollm2", the model that comes as a Python package (4-bit weights,
+decoded: say so beside every figure). Runs in f32 unless told otherwise, so that what is measured is the KV format and
+nothing else; on the CPU or another device of torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ SMOLLM = "smollm2"
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A loaded model. `encode` adds no special tokens; `end` are the ids that end an answer; `tokenizer` names the tokenizer for records."""
+    """A loaded model. `encode` adds no special tokens; `end` are the ids that end an answer; `tokenizer` names the
+    tokenizer for records."""
 
     model: Any
     encode: Callable[[str], list[int]]
@@ -49,7 +50,8 @@ class Subject:
 
 
 def load(model: str, revision: str | None = None, dtype: str = "float32", device: str = "cpu") -> Subject:
-    """A subject from a directory or by name. Takes seconds to minutes. Raises Invalid for what is not there or not understood."""
+    """A subject from a directory or by name. Takes seconds to minutes. Raises Invalid for what is not there or not
+    understood."""
     if dtype not in DTYPES:
         raise Invalid(f"a model runs in {', '.join(DTYPES)}, not {dtype!r:.80}")
     try:
@@ -103,7 +105,8 @@ def of(
     note: str = "",
     dtype: str | None = None,
 ) -> Subject:
-    """A subject around a causal model of transformers that is loaded already. `dtype` is the model's own, where it was loaded in another."""
+    """A subject around a causal model of transformers that is loaded already. `dtype` is the model's own, where it was
+    loaded in another."""
     caches = caches_of({**model.config.to_dict(), **({"dtype": dtype} if dtype else {})}, name)
     return Subject(model, encode, decode, name, revision, tokenizer, caches, end, note)
 
@@ -178,9 +181,8 @@ def to_transformers(source: smollm.SmolLM) -> Any:
         model = LlamaForCausalLM(config)
     missing = model.load_state_dict(state, strict=True, assign=True)
     assert not missing.missing_keys and not missing.unexpected_keys
-    model.model.rotary_emb = type(model.model.rotary_emb)(
-        config
-    )  # its frequencies are no weights and were made without memory
+    # its frequencies are no weights and were made without memory
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
     return model.eval()
 
 

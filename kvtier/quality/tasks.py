@@ -1,8 +1,9 @@
-"""What an average perplexity hides: copying from far back, needles in many documents, JSON and tool calls, repetition, and a user's own tasks.
+"""What an average perplexity hides: copying from far back, needles in many documents, JSON and tool calls, repetition,
+and a user's own tasks.
 
-Retrieval is scored teacher-forced (how likely is the right answer), which separates schemes even where the model is too weak to answer. Free-running
-answers are made with the same prompts, seed and sampling for every scheme; their checkers decide.
-"""
+Retrieval is scored teacher-forced (how likely is the right answer), which separates schemes even where the model is too
+weak to answer. Free-running answers are made with the same prompts, seed and sampling for every scheme; their checkers
+decide."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Retrieval:
-    """One scheme on one kind of retrieval: over contexts, mean answer NLL per token, share of right tokens, share of answers right as a whole."""
+    """One scheme on one kind of retrieval: over contexts, mean answer NLL per token, share of right tokens, share of
+    answers right as a whole."""
 
     kind: str
     scheme: str
@@ -55,8 +57,8 @@ class Retrieval:
 
 @dataclass(frozen=True, slots=True)
 class TaskAnswers:
-    """One scheme's free-running answers to one stratum of tasks: passed, that hold whole JSON, mean share of repeated 4-grams, and how many equal the
-    native answer's first tokens."""
+    """One scheme's free-running answers to one stratum of tasks: passed, that hold whole JSON, mean share of repeated
+    4-grams, and how many equal the native answer's first tokens."""
 
     stratum: str
     scheme: str
@@ -70,8 +72,9 @@ class TaskAnswers:
 def copies(
     newline: Sequence[int], filler: Sequence[int], words: Sequence[Sequence[int]], length: int, passages: int, seed: int
 ) -> tuple[list[int], list[tuple[Any, Any]]]:
-    """A context of `length` tokens with passages of shuffled words hidden in filler, and (cue, answer) of each: long-range copy. `words` are many, so
-    that hardly one stands in two passages: else the beginning of a passage does not say how it goes on."""
+    """A context of `length` tokens with passages of shuffled words hidden in filler, and (cue, answer) of each:
+    long-range copy. `words` are many, so that hardly one stands in two passages: else the beginning of a passage does
+    not say how it goes on."""
     chance = random.Random(seed)
     made = []
     for _ in range(passages):
@@ -150,7 +153,8 @@ def retrieval(
 def generate(
     subject: Subject, prompt: Sequence[int], scheme: Scheme | None, most: int, temperature: float = 0.0, seed: int = 0
 ) -> list[int]:
-    """Up to `most` tokens after the prompt, greedy at temperature 0; the same seed draws the same random numbers whatever the scheme."""
+    """Up to `most` tokens after the prompt, greedy at temperature 0; the same seed draws the same random numbers
+    whatever the scheme."""
     cache = Quantizer(scheme).attach(fresh_cache(subject), [index for index, _, _ in layers_of(subject.caches)])
     tokens, generator = torch.tensor(list(prompt)), torch.Generator().manual_seed(seed)
     for at in range(0, len(tokens), CHUNK):
@@ -180,7 +184,8 @@ def answer_all(
     seed: int = 0,
     step: Step | None = None,
 ) -> tuple[list[TaskAnswers], list[dict[str, Any]]]:
-    """Answers of every scheme to every task, by stratum; and each answer as a row. schemes[0] is what the others' first tokens are held against."""
+    """Answers of every scheme to every task, by stratum; and each answer as a row. schemes[0] is what the others' first
+    tokens are held against."""
     from kvtier.quality.checkers import check
 
     rows: list[dict[str, Any]] = []
@@ -229,7 +234,8 @@ def repetition(ids: Sequence[int], n: int = 4) -> float:
 
 
 def read(path: Path) -> list[Task]:
-    """Tasks of a JSONL file: {"prompt", "checker"} a line, and "name", "max_tokens", "stratum" if it likes. Raises Invalid with the line's number."""
+    """Tasks of a JSONL file: {"prompt", "checker"} a line, and "name", "max_tokens", "stratum" if it likes. Raises
+    Invalid with the line's number."""
     tasks = []
     for number, line in enumerate(read_whole(path, MAX_FILE_BYTES).decode("utf-8", "replace").splitlines(), 1):
         if not line.strip():
@@ -269,7 +275,8 @@ def _task(data: Any, number: int) -> Task:
 
 
 def built_in() -> list[Task]:
-    """A few tasks of each kind that a product depends on: JSON of a schema, a tool call, a figure from a text, long generation."""
+    """A few tasks of each kind that a product depends on: JSON of a schema, a tool call, a figure from a text, long
+    generation."""
     person = {
         "type": "object",
         "required": ["name", "age"],
@@ -286,7 +293,8 @@ def built_in() -> list[Task]:
         ),
         Task(
             "weather",
-            'You may call a tool by answering {"name": "weather", "arguments": {"city": "..."}}. What is the weather in Oslo?',
+            'You may call a tool by answering {"name": "weather", "arguments": {"city": "..."}}. What is the weather '
+            "in Oslo?",
             {"kind": "tool-call", "name": "weather", "arguments": city},
             48,
             "tool calls",

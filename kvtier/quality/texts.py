@@ -1,7 +1,8 @@
-"""Real English text that is on every machine: the help topics inside CPython (`pydoc_data.topics`), split in two halves that share no paragraph.
+"""Real English text that is on every machine: the help topics inside CPython (`pydoc_data.topics`), split in two halves
+that share no paragraph.
 
-The text differs a little between Python versions, so figures made with it do too: state the version beside them. Pure functions.
-"""
+The text differs a little between Python versions, so figures made with it do too: state the version beside them. Pure
+functions."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ _CALIBRATION, _EVALUATION = 0, 1
 
 
 def calibration() -> str:
-    """What scales are calibrated on. Topics quote each other at length: paragraphs that `evaluation` has, too, are left out."""
+    """What scales are calibrated on. Topics quote each other at length: paragraphs that `evaluation` has, too, are left
+    out."""
     seen = {_words(paragraph) for paragraph in _paragraphs(_EVALUATION)}
     return "\n\n".join(paragraph for paragraph in _paragraphs(_CALIBRATION) if _words(paragraph) not in seen)
 

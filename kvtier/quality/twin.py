@@ -1,9 +1,10 @@
-"""The outlier twin: a model that computes the same function with a few channels of K and V made very large. A built-in stress, not a real model.
+"""The outlier twin: a model that computes the same function with a few channels of K and V made very large. A built-in
+stress, not a real model.
 
-K channels are multiplied by c and the queries' divided, V channels multiplied and the columns that read them divided. c is a power of two, so nothing
-is rounded: the native model's logits do not change, while scales that do not fit clip. It separates scale 1.0 from calibrated scales, which small
-models in their natural state do not. Changes weights in place and puts them back; one twin at a time.
-"""
+K channels are multiplied by c and the queries' divided, V channels multiplied and the columns that read them divided. c
+is a power of two, so nothing is rounded: the native model's logits do not change, while scales that do not fit clip. It
+separates scale 1.0 from calibrated scales, which small models in their natural state do not. Changes weights in place
+and puts them back; one twin at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ PAIRS, VALUES = 2, 2  # rotation pairs of K and channels of V that grow, per KV 
 
 @contextmanager
 def outliers(subject: Subject, factor: int, seed: int = 0) -> Iterator[None]:
-    """Within the block the model is its own twin. Raises Invalid for models whose projections are not four plain ones with full rotation."""
+    """Within the block the model is its own twin. Raises Invalid for models whose projections are not four plain ones
+    with full rotation."""
     if factor < 1 or factor & (factor - 1):
         raise Invalid(f"the factor must be a power of two, so that nothing is rounded, not {factor}")
     plans = _plans(subject, seed)
@@ -46,7 +48,8 @@ def _plans(subject: Subject, seed: int) -> list[tuple[Any, list[int], list[int],
             raise Invalid(f"layer {layer.index} has other projections than q, k, v and o: it has no twin")
         if hasattr(attention, "k_norm") or getattr(config, "partial_rotary_factor", None) not in (None, 1.0):
             raise Invalid(
-                "norms or partial rotation between the projections and the cache: the twin would not be the same function"
+                "norms or partial rotation between the projections and the cache: the twin would not be the same "
+                "function"
             )
         width, group = layer.widths[0], queries // heads
         rows: tuple[list[int], ...] = ([], [], [], [])

@@ -17,14 +17,16 @@ CODEC = 1  # of `kvtier_kernels.reference`, which needs torch
 
 
 def layers_of(caches: ModelCaches) -> list[tuple[int, int, tuple[int, ...]]]:
-    """(index, heads, widths) of the layers that keep K and V. Raises Invalid for a model that keeps a latent instead."""
+    """(index, heads, widths) of the layers that keep K and V. Raises Invalid for a model that keeps a latent
+    instead."""
     if any(layer.kind == "latent" for layer in caches.layers):
         raise Invalid("MLA keeps one latent instead of K and V: it is not calibrated here")
     return [(layer.index, layer.heads, layer.widths) for layer in caches.cached]
 
 
 def windows(caches: ModelCaches) -> frozenset[int]:
-    """The layers that look back a window, where others look back over everything: they stay native unless somebody wants otherwise."""
+    """The layers that look back a window, where others look back over everything: they stay native unless somebody
+    wants otherwise."""
     found = frozenset(layer.index for layer in caches.cached if layer.window is not None)
     return found if len(found) < len(caches.cached) else frozenset()
 

@@ -1,4 +1,5 @@
-"""The benchmarks run to their end and write rows of the exact schema. Their figures are not looked at: a test machine is no place for that."""
+"""The benchmarks run to their end and write rows of the exact schema. Their figures are not looked at: a test machine
+is no place for that."""
 
 from __future__ import annotations
 
@@ -167,9 +168,8 @@ def test_terminated_benchmark_ends_its_daemon() -> None:
     )
     try:
         end = time.monotonic() + 30
-        while (
-            len(children := Path(f"/proc/{bench.pid}/task/{bench.pid}/children").read_text().split()) < 2
-        ):  # the daemon and the empty server
+        # the daemon and the empty server
+        while len(children := Path(f"/proc/{bench.pid}/task/{bench.pid}/children").read_text().split()) < 2:
             assert bench.poll() is None and time.monotonic() < end, "the benchmark did not start its servers"
             time.sleep(0.02)
         bench.terminate()
@@ -181,7 +181,10 @@ def test_terminated_benchmark_ends_its_daemon() -> None:
 
 
 def test_child_dies_with_a_killed_parent() -> None:
-    program = "from bench.harness import Child\nimport time\nwith Child(['-c', 'print(\"ready\", flush=True); import time; time.sleep(600)']) as child:\n"
+    program = (
+        "from bench.harness import Child\nimport time\nwith Child(['-c', 'print(\"ready\", flush=True); import "
+        "time; time.sleep(600)']) as child:\n"
+    )
     program += "    print(child.pid, flush=True)\n    time.sleep(600)\n"
     parent = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None

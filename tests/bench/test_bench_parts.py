@@ -1,4 +1,5 @@
-"""Parts of the benchmarks: mixes of requests, the model of timing, growth exponents, workers, and documents that are what the results say."""
+"""Parts of the benchmarks: mixes of requests, the model of timing, growth exponents, workers, and documents that are
+what the results say."""
 
 from __future__ import annotations
 
@@ -143,7 +144,8 @@ from bench.crew import serve
 @contextlib.contextmanager
 def make():
     print("a library says something on stdout")
-    yield {"double": lambda x: 2 * x, "fail": lambda: 1 / 0, "sleep": lambda: time.sleep(600), "end": lambda: sys.exit(7)}, {"is": "up"}
+    verbs = {"double": lambda x: 2 * x, "fail": lambda: 1 / 0, "sleep": lambda: time.sleep(600)}
+    yield verbs | {"end": lambda: sys.exit(7)}, {"is": "up"}
 serve(make)
 """
 

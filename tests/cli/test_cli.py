@@ -1,4 +1,5 @@
-"""`kvtier` against a real daemon: every command, every documented exit code, JSON and text, and the examples of docs/cli.md as they stand there."""
+"""`kvtier` against a real daemon: every command, every documented exit code, JSON and text, and the examples of
+docs/cli.md as they stand there."""
 
 from __future__ import annotations
 
@@ -436,7 +437,8 @@ def test_the_installed_commands_speak() -> None:
 
 
 def examples() -> list[tuple[str, list[tuple[str, str]]]]:
-    """Of docs/cli.md: (heading, [(command, what it prints)]) of every console block; `...` in the output stands for anything."""
+    """Of docs/cli.md: (heading, [(command, what it prints)]) of every console block; `...` in the output stands for
+    anything."""
     found = []
     for heading, block in re.findall(
         r"^## ([^\n]+)\n(?:(?!^## ).)*?```console\n(.*?)```",
@@ -462,7 +464,8 @@ def test_the_page_names_every_command_and_exit_code() -> None:
 
 
 def test_the_examples_of_the_page_run_as_they_stand(tmp_path: Path) -> None:
-    """All console blocks in order, in one directory, by a shell, against a fresh daemon; what each prints must be what the page shows."""
+    """All console blocks in order, in one directory, by a shell, against a fresh daemon; what each prints must be what
+    the page shows."""
     scripts = tmp_path / "bin"
     scripts.mkdir()
     for name, module in (("kvtier", "kvtier.cli"), ("python", "")):

@@ -1,4 +1,5 @@
-"""`kvtier doctor`: every check runs here, with and without a daemon, and says the right thing when the host is worse than this one."""
+"""`kvtier doctor`: every check runs here, with and without a daemon, and says the right thing when the host is worse
+than this one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The judge of policies: small cases by hand, an independent naive simulator, Belady above all, published figures, the stored traces."""
+"""The judge of policies: small cases by hand, an independent naive simulator, Belady above all, published figures, the
+stored traces."""
 
 from __future__ import annotations
 

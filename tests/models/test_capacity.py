@@ -1,4 +1,5 @@
-"""`kvtier plan`: sizes and capacities worked out by hand for four models, break-even lengths, advice, and what is refused.
+"""`kvtier plan`: sizes and capacities worked out by hand for four models, break-even lengths, advice, and what is
+refused.
 
 The comparison with an engine's own report is in tests/connectors/vllm/test_capacity.py.
 """
@@ -77,7 +78,8 @@ def model(config: dict[str, Any], **changes: Any) -> ModelCaches:
 
 
 def test_llama_by_hand() -> None:
-    """K and V of 8 heads x 128 in 32 layers: 2 * 1024 * 32 = 65,536 elements a token; a block of 16 tokens is 2 MiB in BF16 and 1 MiB in FP8."""
+    """K and V of 8 heads x 128 in 32 layers: 2 * 1024 * 32 = 65,536 elements a token; a block of 16 tokens is 2 MiB in
+    BF16 and 1 MiB in FP8."""
     caches = model(LLAMA)
     (native,), (fp8,) = capacity.group_sizes(caches, NATIVE), capacity.group_sizes(caches, FP8)
     assert (native.payload_bytes, native.page_bytes) == (131072, 65536)
@@ -96,7 +98,8 @@ def test_llama_by_hand() -> None:
     found = capacity.pool(caches, FP8, 40 * GiB, 1000)
     assert (found.request, int(found.concurrency), found.tokens) == (63, 650, 650158)
     assert found.remainder == pytest.approx(8 / 1008)
-    # A block of ours: for each of 8 heads and 32 layers 16 bytes of scales and 2 * 2048 of codes, then 256 of header; slots are whole pages.
+    # A block of ours: for each of 8 heads and 32 layers 16 bytes of scales and 2 * 2048 of codes, then 256 of header;
+    # slots are whole pages.
     ((extents, ranks),) = capacity.rank_blocks(caches, FP8)
     assert (extents.body_bytes, extents.slot_bytes, ranks) == (8 * 32 * 4112, 258 * 4096, 1)
     assert capacity.stored_bytes(caches, FP8) == (8 * 32 * 4112 + 256) / 16
@@ -126,8 +129,9 @@ def test_llama_with_excluded_layers_and_tensor_parallelism_by_hand() -> None:
 
 
 def test_gpt_oss_by_hand() -> None:
-    """12 full layers in FP8 (1,024 bytes a token each), 12 with a window of 128, native (2,048). Pages of one size: 32,768 bytes are 16 tokens
-    natively and 32 in FP8. 8,192 tokens: 512 blocks of full layers natively, 256 in FP8; a window holds ceil(127 / 16) + 1 = 9."""
+    """12 full layers in FP8 (1,024 bytes a token each), 12 with a window of 128, native (2,048). Pages of one size:
+    32,768 bytes are 16 tokens natively and 32 in FP8. 8,192 tokens: 512 blocks of full layers natively, 256 in FP8; a
+    window holds ceil(127 / 16) + 1 = 9."""
     caches = model(GPT_OSS)
     sizes = capacity.group_sizes(caches, FP8)
     assert [(size.dtype, len(size.layers), size.window, size.page_bytes) for size in sizes] == [
@@ -149,7 +153,8 @@ def test_gpt_oss_by_hand() -> None:
 
 
 def test_gemma_with_a_head_dim_of_256_by_hand() -> None:
-    """21 of 42 layers are full: 2 * 8 * 256 = 4,096 elements a token and layer. In FP8 with native windows: 21 * 4096 + 21 * 8192 bytes."""
+    """21 of 42 layers are full: 2 * 8 * 256 = 4,096 elements a token and layer. In FP8 with native windows: 21 * 4096 +
+    21 * 8192 bytes."""
     caches = model(GEMMA)
     sliding, full = capacity.group_sizes(caches, FP8)
     assert (full.layers, sliding.layers) == (tuple(range(1, 42, 2)), tuple(range(0, 42, 2)))
@@ -167,7 +172,8 @@ def test_gemma_with_a_head_dim_of_256_by_hand() -> None:
 
 
 def test_mla_by_hand() -> None:
-    """One latent of 512 + 64 elements in 27 layers, whatever the heads: 31,104 bytes a token in BF16, 15,552 in FP8, on every rank whole."""
+    """One latent of 512 + 64 elements in 27 layers, whatever the heads: 31,104 bytes a token in BF16, 15,552 in FP8, on
+    every rank whole."""
     caches = model(DEEPSEEK)
     for tp in (1, 8):
         (native,), (fp8,) = (capacity.group_sizes(caches, replace(choice, tp=tp)) for choice in (NATIVE, FP8))
@@ -180,7 +186,8 @@ def test_mla_by_hand() -> None:
 
 
 def test_scales_that_come_with_tokens_cost_bytes() -> None:
-    """token-head: 4 bytes for each token, head and part; block-head: 4 for each block, head and part; channel: 4 for each channel of a block."""
+    """token-head: 4 bytes for each token, head and part; block-head: 4 for each block, head and part; channel: 4 for
+    each channel of a block."""
     caches = model(LLAMA)
     for granularity, per_block in (
         ("token-head", 16 * 8 * 2 * 4),
@@ -197,7 +204,8 @@ def test_scales_that_come_with_tokens_cost_bytes() -> None:
 
 
 def test_padding_of_unequal_hybrid_groups_follows_the_engines_rule() -> None:
-    """52 sliding and 10 full layers make groups of 10: 6 tables for the windows, of which one is padded; 13 and 12 make one group of 13 each."""
+    """52 sliding and 10 full layers make groups of 10: 6 tables for the windows, of which one is padded; 13 and 12 make
+    one group of 13 each."""
     types = (["sliding_attention"] * 5 + ["full_attention"]) * 10 + ["sliding_attention"] * 2
     caches = model(LLAMA, num_hidden_layers=62, layer_types=types, sliding_window=1024)
     found = capacity.pool(caches, NATIVE, 8 * GiB, 4096)
@@ -300,13 +308,15 @@ def test_no_plan_promises_more_than_there_is(
 
 
 def test_break_even_of_restore_by_hand() -> None:
-    """10,000 tokens a second against 65,536 bytes over 25 GB/s (2.62 us): 2 ms of overhead pay after 2e-3 / (100 - 2.62) us = 20.5 tokens."""
+    """10,000 tokens a second against 65,536 bytes over 25 GB/s (2.62 us): 2 ms of overhead pay after 2e-3 / (100 -
+    2.62) us = 20.5 tokens."""
     found = capacity.restore_break_even(65536, 25e9, 2e-3, capacity.prefill_seconds(10_000))
     assert found == pytest.approx(2e-3 / (1e-4 - 65536 / 25e9), rel=1e-6)
     assert capacity.restore_break_even(65536, 25e9, 0.0, capacity.prefill_seconds(10_000)) == pytest.approx(0, abs=1.1)
     slow = 65536 / 1e-4 / 2  # a link at half of what a prefill saves
     assert capacity.restore_break_even(65536, slow, 2e-3, capacity.prefill_seconds(10_000)) is None
-    # With attention's quadratic part even that link pays, from where n * q = 1e-4 on (and a little more for the overhead).
+    # With attention's quadratic part even that link pays, from where n * q = 1e-4 on (and a little more for the
+    # overhead).
     found = capacity.restore_break_even(65536, slow, 0.0, capacity.prefill_seconds(10_000, 1e-9))
     assert found == pytest.approx(1e-4 / 1e-9, rel=1e-6)
 

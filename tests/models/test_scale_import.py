@@ -1,7 +1,8 @@
-"""`kvtier import-scales` and `kvtier artifact`: every name, shape and format that is understood, every bad value refused by name, nothing half done.
+"""`kvtier import-scales` and `kvtier artifact`: every name, shape and format that is understood, every bad value
+refused by name, nothing half done.
 
-Checkpoints really written by llm-compressor are in tests/llmcompressor; what they hold is repeated here from `tests/data`.
-"""
+Checkpoints really written by llm-compressor are in tests/llmcompressor; what they hold is repeated here from
+`tests/data`."""
 
 from __future__ import annotations
 
@@ -142,12 +143,12 @@ def test_kvb_04_nothing_is_half_imported(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("part", ["k", "v"])
 def test_kvb_05_bad_values_are_refused_by_name(tmp_path: Path, value: float, shown: str, part: str) -> None:
-    root = write(
-        tmp_path / "m", {"model.safetensors": scales(**{f"1_{part}": f32(value)})}
-    )  # the other part of the layer is good
+    # the other part of the layer is good
+    root = write(tmp_path / "m", {"model.safetensors": scales(**{f"1_{part}": f32(value)})})
     refused(
         root,
-        f"model.layers.1.self_attn.{part}_scale in model.safetensors .layer 1.: the value is {shown}: a scale is finite",
+        f"model.layers.1.self_attn.{part}_scale in model.safetensors .layer 1.: the value is {shown}: a scale is "
+        "finite",
     )
     per_head = {f"{layer}_{p}": f32(*[0.1] * HEADS) for layer in range(4) for p in "kv"} | {
         f"1_{part}": f32(*[0.1] * 5, value, 0.1, 0.1)

@@ -1,4 +1,5 @@
-"""KV into a body and back: every format of a mixed layout, ranges of layers and heads, padding, and what must not be stored."""
+"""KV into a body and back: every format of a mixed layout, ranges of layers and heads, padding, and what must not be
+stored."""
 
 from __future__ import annotations
 
@@ -109,7 +110,8 @@ def test_tiles_lie_in_the_body_and_attend_to_what_was_written(range_: Range) -> 
         native = reference.attention(
             queries, [reference.Tile(keys.float(), values.float(), start=32)], start=100
         ).output
-        # FP8 rounds by up to 2^-4; averaged over 16 keys the output moves less. A wrong offset or scale moves it by its own size.
+        # FP8 rounds by up to 2^-4; averaged over 16 keys the output moves less. A wrong offset or scale moves it by its
+        # own size.
         assert float((got - native).abs().max()) < 0.15 * float(native.abs().max()) + 0.05
 
 

@@ -1,4 +1,5 @@
-"""The main job, short: a real model, a real daemon, two engine processes, one of them killed. And that the demo can fail."""
+"""The main job, short: a real model, a real daemon, two engine processes, one of them killed. And that the demo can
+fail."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ def test_figures_that_hold_fulfil_every_promise() -> None:
 
 
 def test_a_prompt_of_whole_blocks_keeps_one_token_to_predict_from() -> None:
-    """Engine A stores all six blocks, engine B restores five: the sixth ends with the token that makes the first prediction."""
+    """Engine A stores all six blocks, engine B restores five: the sixth ends with the token that makes the first
+    prediction."""
     figures = copy.deepcopy(HELD) | {"prompt": 384}
     assert [promise for promise, held in promises(figures).items() if not held] == [
         "a fresh process restored the 5 that end before the prompt's last token"
@@ -96,11 +98,12 @@ def test_one_figure_that_does_not_hold_breaks_exactly_its_promise(path: tuple[st
         place = place[name]
     place[path[-1]] = value
     broken = [promise for promise, held in promises(figures).items() if not held]
+    # the control is measured against it, but 0.43 stays below half of 0.8799
     if path == (
         "result",
         "restored",
         "top1",
-    ):  # the control is measured against it, but 0.43 stays below half of 0.8799
+    ):
         assert broken == ["top-1 agreement with native KV is at least 0.88"]
     assert len(broken) == 1
 
@@ -131,9 +134,8 @@ def test_a_short_run_of_the_main_job(tmp_path: Path) -> None:
     assert result["tokens_restored"] == 384
     assert result["bytes_bf16"] == 384 * 23_040  # 30 layers, K and V, 3 heads of 64, 2 bytes
     assert result["bytes_codes"] * 2 == result["bytes_bf16"]
-    assert (
-        result["bytes_bodies"] - result["bytes_codes"] == 6 * 30 * 3 * 16
-    )  # per block, layer and head: two scales padded to 16 bytes
+    # per block, layer and head: two scales padded to 16 bytes
+    assert result["bytes_bodies"] - result["bytes_codes"] == 6 * 30 * 3 * 16
     assert figures["ratio"] > 1.99
     assert result["positions"] == 96
     assert 0 <= result["restored"]["kl"] < 0.1 < result["control"]["kl"]
@@ -182,7 +184,8 @@ def test_the_model_predicts_as_it_should_and_a_continuation_equals_one_pass() ->
         [Tile(keys[:, :64], values[:, :64]), Tile(keys[:, 64:], values[:, 64:], start=64)]
         for keys, values in first.cache
     ]
-    # bf16 KV of the 72 new tokens may round the other way where f32 sums were made in another order; logits are up to 40.
+    # bf16 KV of the 72 new tokens may round the other way where f32 sums were made in another order; logits are up to
+    # 40.
     torch.testing.assert_close(model.run(tokens[128:], 128, continuation(prefix, 128), 72), whole, rtol=0, atol=0.3)
     wrong = model.run(tokens[128:], 128, continuation(prefix[::-1], 128), 72)
     assert float((wrong - whole).abs().max()) > 3, "and the wrong prefix does not"

@@ -1,4 +1,5 @@
-"""Live values against their scales: counts, windows, bounded labels, Prometheus text, and alert rules that ask for what exists."""
+"""Live values against their scales: counts, windows, bounded labels, Prometheus text, and alert rules that ask for what
+exists."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Calibration and comparison on a small random model: what is done to K and V is the number format's reference, to the last bit; gaps are refused.
+"""Calibration and comparison on a small random model: what is done to K and V is the number format's reference, to the
+last bit; gaps are refused.
 
-The real model, the must-shows and the command lines are in tests/quality/test_quality_model.py; checkers and verdicts in tests/quality/test_quality_report.py.
-"""
+The real model, the must-shows and the command lines are in tests/quality/test_quality_model.py; checkers and verdicts
+in tests/quality/test_quality_report.py."""
 
 from __future__ import annotations
 
@@ -127,9 +128,8 @@ def test_what_attention_reads_is_what_the_format_decodes_to(subject: Subject, k:
 def test_formats_of_whole_blocks_leave_the_open_tail_native(subject: Subject) -> None:
     tokens, scheme = text(60), Scheme("s", "channel", "block-head")
     for step in (256, 16, 5, 1):
-        native = (
-            filled(subject, None, tokens, step).layers[0].keys[0]
-        )  # in the same steps: a matmul of another shape rounds differently
+        # in the same steps: a matmul of another shape rounds differently
+        native = filled(subject, None, tokens, step).layers[0].keys[0]
         keys = filled(subject, scheme, tokens, step).layers[0].keys[0]
         found = quantize(native[:, :48], "channel", engine_blocks=3)
         assert torch.equal(keys[:, :48], dequantize(found.codes, found.scales, "channel"))

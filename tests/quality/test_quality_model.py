@@ -1,4 +1,5 @@
-"""The must-shows on a real model, SmolLM2-135M (decoded from 4 bits): the twin tells scale 1.0 from calibrated scales, and the report says so.
+"""The must-shows on a real model, SmolLM2-135M (decoded from 4 bits): the twin tells scale 1.0 from calibrated scales,
+and the report says so.
 
 One load of the model serves all; about 40 s of one core. The figures in docs/quality.md come from bench/quality.py.
 """

@@ -1,4 +1,5 @@
-"""Verdicts from numbers alone, the report's files, checkers, task files, and the command lines on a small random model."""
+"""Verdicts from numbers alone, the report's files, checkers, task files, and the command lines on a small random
+model."""
 
 from __future__ import annotations
 

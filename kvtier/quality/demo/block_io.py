@@ -1,8 +1,8 @@
 """KV of a model into a block's body and back: the torch views joined with the number format.
 
-Writing quantizes by the layout's granularity; reading yields tiles straight over the body, nothing is copied or decoded. A tile is valid as long as
-the slot it looks at (until seal, or the end of the lease). Keeps no state; any thread may call.
-"""
+Writing quantizes by the layout's granularity; reading yields tiles straight over the body, nothing is copied or
+decoded. A tile is valid as long as the slot it looks at (until seal, or the end of the lease). Keeps no state; any
+thread may call."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from kvtier.errors import Invalid
 from kvtier.format.layout import STATIC, Extents
 
 Content = Sequence[Sequence[torch.Tensor]]  # [layer][part]: [heads, tokens, width]
-StaticScales = Mapping[
-    tuple[int, str], NDArray[np.float32]
-]  # (layer's number in the model, part): f32 [heads of the model] or [1], as in an artifact
+# (layer's number in the model, part): f32 [heads of the model] or [1], as in an artifact
+StaticScales = Mapping[tuple[int, str], NDArray[np.float32]]
 
 
 def write_block(
     body: NDArray[np.uint8], extents: Extents, content: Content, scales: StaticScales
 ) -> dict[tuple[int, str], Counts]:
-    """Fills the body with one block's KV of the layers and heads of `extents`, padding with zeros; returns what each quantized part saw.
+    """Fills the body with one block's KV of the layers and heads of `extents`, padding with zeros; returns what each
+    quantized part saw.
 
-    Native parts are copied bit for bit and must have the layout's dtype. A caller that finds counts.nonfinite must not seal the block. Raises Invalid
-    for content that does not fit the layout, and KeyError for a static part without scales.
-    """
+    Native parts are copied bit for bit and must have the layout's dtype. A caller that finds counts.nonfinite must not
+    seal the block. Raises Invalid for content that does not fit the layout, and KeyError for a static part without
+    scales."""
     whole = body_tensor(body, extents)
     group, heads = extents.group, slice(*extents.heads)
     counts = {}
@@ -45,7 +45,8 @@ def write_block(
             target = part_tensor(whole, extents, i, j)
             if x.shape != target.shape or (part.native and x.dtype != target.dtype):
                 raise Invalid(
-                    f"{part.name} of layer {layer.index} is {part.dtype} of shape {tuple(target.shape)}, not {x.dtype} of shape {tuple(x.shape)}"
+                    f"{part.name} of layer {layer.index} is {part.dtype} of shape {tuple(target.shape)}, not "
+                    f"{x.dtype} of shape {tuple(x.shape)}"
                 )
             if part.native:
                 target.copy_(x)
@@ -62,7 +63,8 @@ def write_block(
 
 
 def read_tiles(body: NDArray[np.uint8], extents: Extents, start: int) -> list[Tile]:
-    """One tile per layer of a block of K and V, straight over the body. `start` is the position of the block's first token."""
+    """One tile per layer of a block of K and V, straight over the body. `start` is the position of the block's first
+    token."""
     whole = body_tensor(body, extents)
     tiles = []
     for i, layer in enumerate(extents.group.layers[extents.layers[0] : extents.layers[1]]):

@@ -1,11 +1,12 @@
-"""The main job on real input: KV of a language model is stored as FP8, survives the death of its engine, and is attended to again.
+"""The main job on real input: KV of a language model is stored as FP8, survives the death of its engine, and is
+attended to again.
 
-    python -m kvtier.quality.demo.driver [--json FILE] [--prompt N] [--positions N] [--block N] [--threads N] [--attention reference|kernels]
+    python -m kvtier.quality.demo.driver [--json FILE] [--prompt N] [--positions N] [--block N] [--threads N]
+    [--attention reference|kernels]
 
-This driver imports no torch. It starts a daemon and two engine processes (`kvtier.quality.demo.engine`), kills the first one with SIGKILL, asks for
-the same prefix under another revision and under changed scales, and prints what it saw. Exit code 0 only if every promise held. Every wait
-has a deadline, and whatever was started is ended.
-"""
+This driver imports no torch. It starts a daemon and two engine processes (`kvtier.quality.demo.engine`), kills the
+first one with SIGKILL, asks for the same prefix under another revision and under changed scales, and prints what it
+saw. Exit code 0 only if every promise held. Every wait has a deadline, and whatever was started is ended."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ class Failed(Exception):
 
 
 class Process:
-    """A child whose stdout is read line by line, in a thread of its own, so that every wait can have a deadline. stderr goes to a log file."""
+    """A child whose stdout is read line by line, in a thread of its own, so that every wait can have a deadline. stderr
+    goes to a log file."""
 
     def __init__(self, name: str, directory: Path, *command: str) -> None:
         self.name = name
@@ -142,14 +144,16 @@ def daemon(directory: Path, socket: Path) -> Iterator[Process]:
 
 
 def ask(client: kvtier.Client, description: Description, hashes: list[bytes]) -> dict[str, Any]:
-    """Hits of the prefix under this description, whether the daemon really answered, and how the nearest namespace that it knows differs."""
+    """Hits of the prefix under this description, whether the daemon really answered, and how the nearest namespace that
+    it knows differs."""
     differences = client.explain(description, deadline=CALL)  # before the lookup, which makes this namespace known, too
     answer = client.lookup(client.register(description), hashes, deadline=CALL)
     return {"hits": int(answer), "answered": answer.reason in ("", "miss"), "differences": differences}
 
 
 def strangers(socket: Path, scales: artifact.Artifact, description: Description, hashes: list[bytes]) -> dict[str, Any]:
-    """The same prefix asked for three times: as stored, by another revision of the model, and after one head was calibrated anew."""
+    """The same prefix asked for three times: as stored, by another revision of the model, and after one head was
+    calibrated anew."""
 
     def live(other: artifact.Artifact) -> Description:
         return other.describe(
@@ -311,7 +315,7 @@ def report(figures: dict[str, Any], console: Console) -> None:
 def main() -> int:
     """Entry point: 0 if every promise held."""
     parser = argparse.ArgumentParser(
-        prog="python -m kvtier.quality.demo.driver", description=(__doc__ or "").splitlines()[0]
+        prog="python -m kvtier.quality.demo.driver", description=(__doc__ or "").partition("\n\n")[0]
     )
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--prompt", type=int, default=2000, help="tokens of the prompt (default 2000)")

@@ -1,11 +1,11 @@
-"""A small engine around SmolLM2: the two processes of the demo. Process `store` computes KV and stores it, process `restore` attends to it again.
+"""A small engine around SmolLM2: the two processes of the demo. Process `store` computes KV and stores it, process
+`restore` attends to it again.
 
-    python -m kvtier.quality.demo.engine store|restore --socket PATH --artifact DIR [--prompt N] [--positions N] [--block N] [--threads N] [--attention
-    ...]
+    python -m kvtier.quality.demo.engine store|restore --socket PATH --artifact DIR [--prompt N] [--positions N]
+    [--block N] [--threads N] [--attention ...]
 
-Both write JSON lines to stdout: {"event": "progress" | "stored" | "result", ...}. The one rule: `restore` reads the FP8 bytes where they lie in
-the daemon's arena, under a lease, and neither copies nor decodes them.
-"""
+Both write JSON lines to stdout: {"event": "progress" | "stored" | "result", ...}. The one rule: `restore` reads the FP8
+bytes where they lie in the daemon's arena, under a lease, and neither copies nor decodes them."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from kvtier.quality.demo.block_io import read_tiles, write_block
 from kvtier.quality.drift import Drift
 from kvtier.quality.smollm import Attend, SmolLM, Step
 
-# Static scales are twice what the calibration data asks for. e4m3 floats: a scale that is too large costs next to nothing (1,000x is not
-# measurable on this model), one that is 20x too small destroys it by clipping.
+# Static scales are twice what the calibration data asks for. e4m3 floats: a scale that is too large costs next to
+# nothing (1,000x is not measurable on this model), one that is 20x too small destroys it by clipping.
 HEADROOM = 2.0
 PASSAGES = 2  # of calibration text, each as long as the prompt, so that no stored position is beyond the calibration
 CONTROL = 20.0  # the factor on the scales that must destroy the answer
@@ -58,7 +58,8 @@ def progress(what: str) -> Step:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What both processes derive for themselves: the model, the text's tokens, and (once there is an artifact) the identity."""
+    """What both processes derive for themselves: the model, the text's tokens, and (once there is an artifact) the
+    identity."""
 
     model: SmolLM
     name: str
@@ -84,12 +85,14 @@ class Setup:
 
     @property
     def usable(self) -> int:
-        """Blocks that a restoring engine asks for. The prompt's last token makes the first prediction and is computed anew: its block is not."""
+        """Blocks that a restoring engine asks for. The prompt's last token makes the first prediction and is computed
+        anew: its block is not."""
         return (self.prompt - 1) // self.block
 
 
 def set_up(arguments: argparse.Namespace) -> Setup:
-    """Loads the model and the text. Raises Invalid if there is less text, or the model sees less far, than asked for."""
+    """Loads the model and the text. Raises Invalid if there is less text, or the model sees less far, than asked
+    for."""
     path = smollm.find()
     model = smollm.load(path, progress("load the model"))
     wanted = arguments.prompt + arguments.positions
@@ -109,7 +112,8 @@ def set_up(arguments: argparse.Namespace) -> Setup:
 
 
 class Prefill:
-    """Attention of a pass that starts at position 0, by torch's own kernel. `cache` fills with each layer's K and V in bf16, the native format."""
+    """Attention of a pass that starts at position 0, by torch's own kernel. `cache` fills with each layer's K and V in
+    bf16, the native format."""
 
     def __init__(self) -> None:
         self.cache: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -205,7 +209,8 @@ def store(arguments: argparse.Namespace) -> None:
 
 
 def continuation(prefix: Sequence[Sequence[Tile]], start: int) -> Attend:
-    """Attention of a pass that starts at `start`, over a prefix [layer][tile] as it lies and the pass's own K and V, native."""
+    """Attention of a pass that starts at `start`, over a prefix [layer][tile] as it lies and the pass's own K and V,
+    native."""
 
     def attend(layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         own = Tile(keys.bfloat16(), values.bfloat16(), start=start)
@@ -215,8 +220,8 @@ def continuation(prefix: Sequence[Sequence[Tile]], start: int) -> Attend:
 
 
 def compare(native: torch.Tensor, other: torch.Tensor, targets: torch.Tensor) -> dict[str, float]:
-    """How far predictions [positions, vocabulary] are from the native ones: share of equal first choices, mean KL(native || other) in nats; and
-    their perplexity on the text."""
+    """How far predictions [positions, vocabulary] are from the native ones: share of equal first choices, mean
+    KL(native || other) in nats; and their perplexity on the text."""
     p, q = (F.log_softmax(logits.double(), dim=-1) for logits in (native, other))
     agreement = (native.argmax(dim=-1) == other.argmax(dim=-1)).double().mean().item()
     return {
@@ -243,7 +248,8 @@ def through_kernels(
     reference: torch.Tensor,
     targets: torch.Tensor,
 ) -> dict[str, float]:
-    """The same continuation once more with the Triton kernels, over the leased blocks restored into native slots: compared with `reference`'s."""
+    """The same continuation once more with the Triton kernels, over the leased blocks restored into native slots:
+    compared with `reference`'s."""
     from kvtier.quality.demo.kernel_attention import DualCache  # needs triton, which the rest does not
 
     start = len(bodies) * setup.block
@@ -270,7 +276,8 @@ def restore(arguments: argparse.Namespace) -> None:
     setup = set_up(arguments)
     scales = artifact.load(arguments.artifact)
     description = setup.describe(scales)
-    # `positions` predictions are scored: the first is made by the prompt's last token, the last one has its answer in the text.
+    # `positions` predictions are scored: the first is made by the prompt's last token, the last one has its answer in
+    # the text.
     targets = torch.tensor(setup.tokens[setup.prompt :])
     with kvtier.Client(f"unix:{arguments.socket}") as client:
         namespace = client.register(description)
@@ -337,7 +344,7 @@ def restore(arguments: argparse.Namespace) -> None:
 def main() -> None:
     """Entry point of an engine process: `store` or `restore`."""
     parser = argparse.ArgumentParser(
-        prog="python -m kvtier.quality.demo.engine", description=(__doc__ or "").splitlines()[0]
+        prog="python -m kvtier.quality.demo.engine", description=(__doc__ or "").partition("\n\n")[0]
     )
     parser.add_argument("role", choices=("store", "restore"))
     parser.add_argument("--socket", required=True, help="the daemon's Unix socket")

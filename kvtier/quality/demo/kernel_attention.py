@@ -1,8 +1,9 @@
-"""The demo's attention through the Triton kernels, as an engine in mode `dual` runs it: on a GPU, or on Triton's corrected interpreter without one.
+"""The demo's attention through the Triton kernels, as an engine in mode `dual` runs it: on a GPU, or on Triton's
+corrected interpreter without one.
 
-A cache of native slots, one tensor a layer. Leased blocks go into it by `transfer` and `restore`, FP8 codes and scales into the slots' own bytes; K
-and V of the pass itself are written natively behind them; `prefill` reads each page by its flag. Needs triton. Not for threads.
-"""
+A cache of native slots, one tensor a layer. Leased blocks go into it by `transfer` and `restore`, FP8 codes and scales
+into the slots' own bytes; K and V of the pass itself are written natively behind them; `prefill` reads each page by its
+flag. Needs triton. Not for threads."""
 
 from __future__ import annotations
 
