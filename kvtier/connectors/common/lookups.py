@@ -51,7 +51,7 @@ def label(reason: str) -> str:
     return next((short for words, short in known.items() if words in reason), "away")
 
 
-class Heart:
+class Heartbeat:
     """Whether the daemon answers, found out every `BEAT`; a failed call elsewhere says so at once. `patience`: instead
     of `MISSED`."""
 
@@ -61,7 +61,7 @@ class Heart:
         self._stop = threading.Event()
         self.healthy = True
         self._said: bool | None = None
-        self._thread = threading.Thread(target=self._beat, name=f"kvtier-{name}-heart", daemon=True)
+        self._thread = threading.Thread(target=self._beat, name=f"kvtier-{name}-heartbeat", daemon=True)
 
     def start(self, ns: RegisteredNamespace) -> None:
         """From now on the daemon is asked for a block that does not exist."""
@@ -154,13 +154,13 @@ class LookupQueue:
         self._direct = shape.windows == (None,) and len(shape.parts[0]) == 1
         self._cold: deque[tuple[float, RequestLookup]] = deque()  # to be asked again, and when
         self._dropped: deque[RequestLookup] = deque()
-        self.heart = Heart(client, "scheduler")
-        self.heart.start(shape.ns)
+        self.heartbeat = Heartbeat(client, "scheduler")
+        self.heartbeat.start(shape.ns)
         self._pool = WorkerPool("lookup", 1, "lookup", idle=self._tend)
 
     def ask(self, lookup: RequestLookup) -> None:
         """Asks and waits for the answer, at most `ASK_LATER`."""
-        if not self.heart.healthy:
+        if not self.heartbeat.healthy:
             lookup.miss("away")
         elif self._pool.waiting + len(self._cold) >= MAX_LOOKUPS:
             lookup.miss("queue")
@@ -177,7 +177,7 @@ class LookupQueue:
     def close(self) -> None:
         """Ends the thread and the client. What was held is the daemon's again."""
         self._pool.close(5.0)
-        self.heart.stop()
+        self.heartbeat.stop()
         self._client.close()
 
     def _give(self, lookup: RequestLookup, first: bool = False) -> None:
@@ -240,7 +240,7 @@ class LookupQueue:
         answers = self._client.lookup_runs(shape.ns, runs, context=lookup.context, deadline=lookup.left) if runs else []
         end = lookup.top
         for (group, _), known in zip(full, answers, strict=True):
-            if not self.heart.judge(known.reason):
+            if not self.heartbeat.judge(known.reason):
                 lookup.failed = label(known.reason)
                 return lookup.start
             end = min(end, (lookup.start // shape.tokens[group] + known) * shape.tokens[group])
@@ -260,7 +260,7 @@ class LookupQueue:
         asked = lookup.hashes[group][low:high]
         for part in shape.parts[group]:
             known = self._client.lookup(shape.ns, asked, range_=part, context=lookup.context, deadline=lookup.left)
-            if not self.heart.judge(known.reason):
+            if not self.heartbeat.judge(known.reason):
                 lookup.failed = label(known.reason)
                 return lookup.start
             if known < len(asked):
@@ -283,7 +283,7 @@ class LookupQueue:
                 lookup.leases.append(lease.__enter__())
                 if len(lease) == len(asked):
                     continue
-                if not self.heart.judge(lease.reason):
+                if not self.heartbeat.judge(lease.reason):
                     lookup.failed = label(lease.reason)
                     return lookup.start, False
                 if lease.stop == _COLD and (below := self._below(lookup, part, asked)[len(lease) :]):
@@ -298,6 +298,6 @@ class LookupQueue:
         if not self._direct:  # these were looked up
             return asked
         known = self._client.lookup(self._shape.ns, asked, range_=part, context=lookup.context, deadline=lookup.left)
-        if not self.heart.judge(known.reason):
+        if not self.heartbeat.judge(known.reason):
             lookup.failed = label(known.reason)
         return asked[:known]

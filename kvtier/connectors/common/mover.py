@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from kvtier.client.answers import Body
 from kvtier.client.api import Client, RegisteredNamespace
 from kvtier.connectors.common.jobs import Load, Save
-from kvtier.connectors.common.lookups import Heart, label
+from kvtier.connectors.common.lookups import Heartbeat, label
 from kvtier.connectors.common.worker_pool import PendingAnswers, WorkerPool, WorkItem
 from kvtier.format.layout import Extents, Range
 from kvtier.protocol.v1 import kvtier_pb2 as pb
@@ -128,8 +128,8 @@ class Mover:
         self._saves: list[_SaveJob] = []  # waiting and under way
         self._logged: set[str] = set()
         self._closed = False
-        self.heart = Heart(client, "worker")
-        self.heart.start(ns)
+        self.heartbeat = Heartbeat(client, "worker")
+        self.heartbeat.start(ns)
         self._saving = WorkerPool("save", 1, "save")
         self._loading = WorkerPool("load", LOADERS, "load")
 
@@ -144,7 +144,7 @@ class Mover:
         ]
         self._jobs |= {job.load.id: job for job in jobs}
         for job in jobs:
-            if self.heart.healthy:
+            if self.heartbeat.healthy:
                 self._loading.give(WorkItem(partial(self._load, job), partial(self._end, job), "error"))
             else:
                 self._end(job, "away")
@@ -207,7 +207,7 @@ class Mover:
                     got, reason, capped = len(blocks), blocks.reason, blocks.stop == pb.CAP
                 self._count("load_bytes", got * cache.extents.body_bytes, "")
                 if at + got < len(run.hashes) and not capped:
-                    self.heart.judge(reason)
+                    self.heartbeat.judge(reason)
                     return label(reason)
                 # Our own cap, because of other loads: wait for them, until the deadline closes this one.
                 if not got and job.over.wait(0.005):
@@ -272,8 +272,8 @@ class Mover:
         size, done = max(1, BATCH_BYTES // cache.extents.slot_bytes), 0
         while done < job.limit:
             n = min(size, job.limit - done)
-            if not self.heart.healthy or not self._may_spend():
-                job.reason = "rate" if self.heart.healthy else "away"
+            if not self.heartbeat.healthy or not self._may_spend():
+                job.reason = "rate" if self.heartbeat.healthy else "away"
                 break
             got = self._save_batch(job, cache, done, n)
             done += got
@@ -292,7 +292,7 @@ class Mover:
             ) as slots:
                 if slots.reason:
                     job.reason = label(slots.reason)
-                    self.heart.judge(slots.reason)
+                    self.heartbeat.judge(slots.reason)
                     return 0
                 fresh = [slot is not None for slot in slots]
                 for entry, slot in enumerate(slots, first):
@@ -363,7 +363,7 @@ class Mover:
             return
         self._closed = True
         self.drain(FLUSH_SECONDS)
-        self.heart.stop()
+        self.heartbeat.stop()
         self._saving.close(1.0)
         self._loading.close(1.0)
         self._client.close()

@@ -23,7 +23,7 @@ import numpy as np
 from kvtier.client.answers import Body, Lease
 from kvtier.client.api import Client
 from kvtier.client.copier import copy
-from kvtier.connectors.common.lookups import Heart, answered, label
+from kvtier.connectors.common.lookups import Heartbeat, answered, label
 from kvtier.connectors.common.object_naming import (
     MIN_HASH_BYTES,
     ObjectForm,
@@ -37,7 +37,7 @@ from kvtier.errors import Invalid, KvtierError
 from kvtier.format.layout import Range
 from kvtier.protocol.v1 import kvtier_pb2 as pb
 
-CALL_SECONDS = 2.0  # deadline of one call to the daemon, the heart's beat included
+CALL_SECONDS = 2.0  # deadline of one call to the daemon, the heartbeat's beat included
 STORE_SECONDS = 60.0  # for a store; LMCache's locks on its buffers last 300 s
 ROOM_SECONDS = 5.0  # ... of which so long without finding room: then the rest is dropped
 LOAD_SECONDS = 10.0  # for a load, with what has to come up from a lower tier
@@ -76,22 +76,22 @@ class ObjectTransfer:
         self._spent: deque[Lease] = deque()  # of loads, copied out of and not released yet
         self._arena = 0  # bytes; 0: not known
         self.closing = threading.Event()
-        self.heart = Heart(self._client, name, CALL_SECONDS)
+        self.heartbeat = Heartbeat(self._client, name, CALL_SECONDS)
         for model, base in spaces.bases.items():
             log.info("kvtier: namespace %s for %s", base.digest.hex()[:16], model)
-        self.heart.start(self._client.register(next(iter(spaces.bases.values()))))
+        self.heartbeat.start(self._client.register(next(iter(spaces.bases.values()))))
 
     def close(self) -> None:
         """Ends the session; what it held is the daemon's again."""
         self.closing.set()
-        self.heart.stop()
+        self.heartbeat.stop()
         self.release_spent()
         self._client.close()
 
     @property
     def connected(self) -> bool:
         """Whether the daemon has answered and did so last."""
-        return self.heart.healthy and self._arena > 0
+        return self.heartbeat.healthy and self._arena > 0
 
     def look(self) -> bool:
         """The same, after connecting where need be."""
@@ -99,13 +99,13 @@ class ObjectTransfer:
 
     def _arena_bytes(self) -> int:
         """The size of the daemon's arena; 0 while nobody knows."""
-        if not self.heart.healthy:
+        if not self.heartbeat.healthy:
             self._arena = 0  # it may come back with another
         elif not self._arena:
             try:
                 self._arena = int(self._client.status(deadline=CALL_SECONDS)["arena_bytes"])
             except KvtierError as error:
-                self.heart.judge(str(error))
+                self.heartbeat.judge(str(error))
         return self._arena
 
     def _batch(self, space: Space) -> int:
@@ -138,13 +138,13 @@ class ObjectTransfer:
 
     def introduce(self, space: Space) -> None:
         """Says once of a namespace how it differs from the nearest that the daemon has, if it is new there."""
-        if space.introduced or not self.heart.healthy:
+        if space.introduced or not self.heartbeat.healthy:
             return
         space.introduced = True
         try:
             lines = self._client.explain(space.registered.description, deadline=CALL_SECONDS)
         except KvtierError as error:
-            self.heart.judge(str(error))
+            self.heartbeat.judge(str(error))
             return
         for line in lines[:MAX_LINES]:
             log.info("kvtier: namespace %s is new here: %s", space.registered.digest.hex()[:16], line)
@@ -160,7 +160,7 @@ class ObjectTransfer:
         daemon now, from the front."""
         space, context, items = bundle
         room, size, done = time.monotonic() + ROOM_SECONDS, self._batch(space), 0
-        while done < len(items) and self.heart.healthy and not self.closing.is_set() and time.monotonic() < until:
+        while done < len(items) and self.heartbeat.healthy and not self.closing.is_set() and time.monotonic() < until:
             batch = items[done : done + size]
             try:
                 got, reason = self._fill(space, context, batch)
@@ -192,7 +192,7 @@ class ObjectTransfer:
                 space.registered, hashes, range_=part, context=context, deadline=CALL_SECONDS
             ) as slots:
                 if slots.reason:
-                    self.heart.judge(slots.reason)
+                    self.heartbeat.judge(slots.reason)
                     return 0, slots.reason
                 pairs = [
                     (slot, item.view[low:high])
@@ -228,13 +228,13 @@ class ObjectTransfer:
 
     def _leading(self, space: Space, context: bytes, lists: Sequence[Sequence[bytes]]) -> list[int] | None:
         """For each list how many leading entries have all their pieces."""
-        if not self.heart.healthy:
+        if not self.heartbeat.healthy:
             return None
         if not any(lists):
             return [0] * len(lists)
         runs: list[tuple[Range, bytes]] = [(part, b"".join(hashes)) for hashes in lists for part in space.ranges]
         answers = self._client.lookup_runs(space.registered, runs, context=context, deadline=CALL_SECONDS)
-        if not all(self.heart.judge(answer.reason) for answer in answers):
+        if not all(self.heartbeat.judge(answer.reason) for answer in answers):
             return None
         each = len(space.ranges)
         return [min(answers[at : at + each]) for at in range(0, len(answers), each)]
@@ -259,7 +259,7 @@ class ObjectTransfer:
             if len(lease) == held:
                 continue
             held, stop = len(lease), lease.stop
-            if not self.heart.judge(lease.reason):
+            if not self.heartbeat.judge(lease.reason):
                 self.release(leases)
                 return [], 0, None
             if stop == pb.COLD:
@@ -278,7 +278,7 @@ class ObjectTransfer:
         """Starts promoting the next cold blocks."""
         ahead = b"".join(hashes[: max(1, FETCH_AHEAD // len(space.ranges))])
         for part in space.ranges:
-            self.heart.judge(
+            self.heartbeat.judge(
                 self._client.prefetch(
                     space.registered, ahead, range_=part, context=context, deadline=CALL_SECONDS
                 ).reason
@@ -293,7 +293,7 @@ class ObjectTransfer:
         pause, size = PAUSE, self._batch(space)
         good: list[Item] = []
         lost: list[Item] = []
-        while left and self.heart.healthy and not self.closing.is_set() and time.monotonic() < until:
+        while left and self.heartbeat.healthy and not self.closing.is_set() and time.monotonic() < until:
             got, stop, reason = self._read(space, context, left[:size])
             good += left[:got]
             whole = got == len(left[:size])
@@ -301,7 +301,7 @@ class ObjectTransfer:
             if whole:
                 continue
             if not answered(reason):
-                self.heart.judge(reason)
+                self.heartbeat.judge(reason)
             elif stop == pb.COLD:
                 pause = PAUSE if got else min(LONGEST_PAUSE, 2 * pause)
                 self._fetch(space, context, [item.hash for item in left])
@@ -355,7 +355,7 @@ class ObjectTransfer:
         space, context, items = bundle
         hashes = b"".join(item.hash for item in items)
         return all(
-            self.heart.judge(
+            self.heartbeat.judge(
                 self._client.delete(
                     space.registered, hashes, range_=part, context=context, deadline=CALL_SECONDS
                 ).reason

@@ -47,7 +47,7 @@ _KINDS = {
 
 
 @dataclass(slots=True)
-class Rank:
+class RankCaches:
     """All caches of a rank, and the fields of the namespace that they decide."""
 
     groups: list[GroupCaches | None]  # None: no layer of this group is on this rank
@@ -63,7 +63,9 @@ class Rank:
         return canonical_json({**self.fields, "groups": [group and group.to_json() for group in self.groups]}).decode()
 
 
-def inspect(config: Any, kv_config: Any, kv_caches: dict[str, torch.Tensor], tp_rank: int, asked: str = "auto") -> Rank:
+def inspect(
+    config: Any, kv_config: Any, kv_caches: dict[str, torch.Tensor], tp_rank: int, asked: str = "auto"
+) -> RankCaches:
     """What this rank has loaded, in the mode that is `asked` for or follows from it. Raises Invalid, naming the layer,
     for what kvtier does not know how to keep, and for a mode that cannot be."""
     parallel, modules = config.parallel_config, config.compilation_config.static_forward_context
@@ -117,7 +119,7 @@ def inspect(config: Any, kv_config: Any, kv_caches: dict[str, torch.Tensor], tp_
     if mode in modes.QUANTIZING:
         fields |= {"rule": quantizing.RULE, "codec": quantizing.CODEC}
         groups = [group and _quantizing(group, mode == "dual", page_flags, kv_caches) for group in groups]
-    return Rank(groups, fields)
+    return RankCaches(groups, fields)
 
 
 def _quantizing(

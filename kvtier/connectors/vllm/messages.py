@@ -50,6 +50,6 @@ class StepReport(KVConnectorWorkerMetadata):
 
 @dataclass
 class Handshake(KVConnectorHandshakeMetadata):
-    """What one rank has really loaded, as the JSON of `caches.Rank.report`."""
+    """What one rank has really loaded, as the JSON of `engine_caches.RankCaches.report`."""
 
     json: str

@@ -402,8 +402,8 @@ class SchedulerHalf:
     def take_stats(self) -> KvtierStats | None:
         """What was counted since the last call."""
         stats, self._stats = self._stats, KvtierStats()
-        if self._lookups is not None and self._lookups.heart.changed():
-            stats.data["healthy:scheduler"] = int(self._lookups.heart.healthy)
+        if self._lookups is not None and self._lookups.heartbeat.changed():
+            stats.data["healthy:scheduler"] = int(self._lookups.heartbeat.healthy)
         mode = self._namespace.mode if self._namespace else "off" if self._off else ""
         if mode != self._said_mode:
             self._said_mode = mode

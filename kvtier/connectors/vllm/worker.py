@@ -16,7 +16,7 @@ from kvtier.connectors.common.jobs import Load
 from kvtier.connectors.common.mover import Mover
 from kvtier.connectors.common.quantizing import QuantizedCaches
 from kvtier.connectors.common.ranks import refusal
-from kvtier.connectors.vllm.engine_caches import Rank, inspect
+from kvtier.connectors.vllm.engine_caches import RankCaches, inspect
 from kvtier.connectors.vllm.messages import StepPlan, StepReport
 from kvtier.connectors.vllm.stats import KvtierStats
 from kvtier.connectors.vllm.vllm_settings import VllmSettings
@@ -37,7 +37,7 @@ class WorkerHalf:
         self._config, self._kv_config, self._settings, self._connect = config, kv_config, settings, connect
         tp, pp = config.parallel_config.tensor_parallel_size, config.parallel_config.pipeline_parallel_size
         self._rank = (config.parallel_config.rank // tp % pp, config.parallel_config.rank % tp)
-        self._caches: Rank | None = None
+        self._caches: RankCaches | None = None
         self.handshake = refusal("no KV caches are registered")
         self.mover: Mover | None = None
         self._refused: list[Load] = []
@@ -143,8 +143,8 @@ class WorkerHalf:
         """What was counted since the last call."""
         with self._lock:
             stats, self._stats = self._stats, KvtierStats()
-        if self.mover is not None and self.mover.heart.changed():
-            stats.data["healthy:worker"] = int(self.mover.heart.healthy)
+        if self.mover is not None and self.mover.heartbeat.changed():
+            stats.data["healthy:worker"] = int(self.mover.heartbeat.healthy)
         return None if stats.is_empty() else stats
 
     def drain(self) -> None:

@@ -16,7 +16,7 @@ import pytest
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from kvtier.client.api import Client
-from kvtier.connectors.common.lookups import Heart, label
+from kvtier.connectors.common.lookups import Heartbeat, label
 from kvtier.connectors.vllm import worker
 from kvtier.format.views import scale_view
 from kvtier.protocol.stops import TEXTS
@@ -369,9 +369,9 @@ def test_only_a_daemon_that_does_not_answer_counts_as_away() -> None:
         "the daemon went away": "away",
     }
     for reason, name in {**said, **silent}.items():
-        heart = Heart(Client("/nowhere"), "test")
+        heartbeat = Heartbeat(Client("/nowhere"), "test")
         assert label(reason) == name
-        assert heart.judge(reason) == heart.healthy == (reason in said)
+        assert heartbeat.judge(reason) == heartbeat.healthy == (reason in said)
 
 
 def test_a_failed_load_with_several_groups_starts_over(config: Any, store: Daemon) -> None:
@@ -673,13 +673,13 @@ def test_a_silent_daemon_holds_nobody_up(config: Any, store: Daemon, tmp_path: P
         stub.check("r0", "r1", "r2", "r3")
         assert waited < PATIENCE  # a second for the question, not one for each step
         until(
-            lambda: not stub.connector.scheduler._lookups.heart.healthy or silence == "stopped",
+            lambda: not stub.connector.scheduler._lookups.heartbeat.healthy or silence == "stopped",
             "the scheduler's half notices",
         )
         be_patient()
         if silence == "stopped":
-            until(lambda: stub.connector.scheduler._lookups.heart.healthy, "the heart beats again")
-            until(lambda: stub.workers[0].connector.worker.mover.heart.healthy, "the worker's too")
+            until(lambda: stub.connector.scheduler._lookups.heartbeat.healthy, "the heartbeat beats again")
+            until(lambda: stub.workers[0].connector.worker.mover.heartbeat.healthy, "the worker's too")
             stub.forget()
             stub.add("back", tokens_of(50), 1)
             stub.run("back")

@@ -88,7 +88,7 @@ class KvtierTier(SecondaryTierManager):
 
     def lookup(self, key: Any, req_context: Any) -> LookupResult:
         """A miss at once where the daemon is away; RETRY until the thread has asked, at most 2 s."""
-        if self._ready() is None or not self._traffic.heart.healthy:
+        if self._ready() is None or not self._traffic.heartbeat.healthy:
             return LookupResult.MISS
         found = self._lookups.ask(key, req_context.req_id)
         if found is None:
@@ -126,7 +126,7 @@ class KvtierTier(SecondaryTierManager):
     def _submit(self, metadata: Any, load: bool) -> None:
         until = time.monotonic() + (LOAD_SECONDS if load else STORE_SECONDS)
         job = Job(metadata.job_id, load, list(metadata.keys), [int(row) for row in metadata.chunk_ids], until)
-        if self._ready() is None or not self._traffic.heart.healthy:
+        if self._ready() is None or not self._traffic.heartbeat.healthy:
             self._transfers.fail(job)
         else:
             self._transfers.submit(job)
