@@ -1,7 +1,7 @@
-"""Questions and deletes that nobody waits for: a thread asks Redis which blocks it has and tells it which to forget, many at once.
+"""Questions and deletes in the background: a thread asks Redis which blocks it has and tells it which to forget, many at once.
 
-What was heard is in `Presence`. `question` takes no lock, so that `find` may be called under anybody's. Deletes count as done here at once and are kept
-until Redis has taken them, `MAX_DELETES` at most.
+The answers go to `Presence`. `question` takes no lock, so that `find` may be called under any lock. Deletes count as done here at once and are
+kept until Redis has taken them, `MAX_DELETES` at most.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ log = logging.getLogger(__name__)
 
 
 class Asker:
-    """Fills `seen`. `close` ends the thread."""
+    """Fills `presence`. `close` ends the thread."""
 
-    def __init__(self, calls: Calls, seen: Presence) -> None:
+    def __init__(self, calls: Calls, presence: Presence) -> None:
         self._calls = calls
-        self._seen = seen
+        self._presence = presence
         self._asked: dict[bytes, float] = {}  # questions on their way, since when
         self._questions: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()  # its put takes no lock of Python's
         self._deletes: dict[bytes, None] = {}  # to be sent, in order
@@ -69,8 +69,8 @@ class Asker:
             self._deletes.update(dict.fromkeys(keys))
             while len(self._deletes) > MAX_DELETES:
                 del self._deletes[next(iter(self._deletes))]
-                self._calls.totals.lost_deletes += 1  # type: ignore[attr-defined]
-        self._seen.hear((key, False) for key in keys)
+                self._calls.totals.lost_deletes += 1
+        self._presence.hear((key, False) for key in keys)
         self._questions.put(None)
         if keys and self._calls.breaker.closed:
             with lock:
@@ -109,7 +109,7 @@ class Asker:
                 self._forget()
                 if keys and self._calls.breaker.closed:
                     began = time.monotonic()
-                    self._seen.hear(list(zip(keys, self._calls.exist(keys), strict=True)), began=began)
+                    self._presence.hear(list(zip(keys, self._calls.exist(keys), strict=True)), began=began)
             except Unavailable:
                 pass  # counted; who asks again asks anew
             except Exception:  # a fault of ours must not end asking for good
@@ -151,7 +151,7 @@ class Asker:
                 else:
                     calls.taken(DELETE)
             finally:
-                self._seen.hear([(key, False) for key in keys])
+                self._presence.hear([(key, False) for key in keys])
                 with lock:
                     if not done:
                         self._deletes = dict.fromkeys(keys) | self._deletes

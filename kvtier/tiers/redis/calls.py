@@ -1,4 +1,4 @@
-"""Calls to Redis as the tier's parts make them: breaker and health hear how each went, what Redis refuses is said in words, everything is counted.
+"""Calls to Redis as the tier's parts make them: breaker and health hear how each went, refusals become a reason in words, everything is counted.
 
 Nothing here holds `lock` over I/O. Thread-safe.
 """
@@ -8,46 +8,51 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kvtier.errors import Invalid, Unavailable
 from kvtier.tiers.breaker import Breaker
 from kvtier.tiers.health import READ, SPACE, WRITE, Health
-from kvtier.tiers.redis.connections import Link
+from kvtier.tiers.redis.connections import RedisConnections
 from kvtier.tiers.redis.exchange import Busy, Down, RedisConnection, Refused, ask
 from kvtier.tiers.redis.location import RedisLocation
 
 PAUSE = (0.5, 4.0)  # seconds of no writing after a refusal, first and longest: a failover is over within 10 s
-LINK = "link"
+CONNECTION = "connection"  # a kind of fault: Redis does not answer
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
 class RedisTotals:
-    """What happened since the start. One field, one counter."""
+    """Totals since the start."""
 
-    __slots__ = (
-        "asked_keys", "lost_blocks", "lost_deletes", "missed_blocks", "read_blocks", "read_bytes", "read_faults", "refused_blocks", "write_faults",
-        "written_blocks", "written_bytes",
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        for name in self.__slots__:
-            setattr(self, name, 0)
+    asked_keys: int = 0
+    lost_blocks: int = 0
+    lost_deletes: int = 0
+    missed_blocks: int = 0
+    read_blocks: int = 0
+    read_bytes: int = 0
+    read_faults: int = 0
+    refused_blocks: int = 0
+    write_faults: int = 0
+    written_blocks: int = 0
+    written_bytes: int = 0
 
 
 class Calls:
-    """To the Redis at `where`. `first` is to be called once, before all others."""
+    """Calls to the Redis at `location`. `first` is to be called once, before all others."""
 
-    def __init__(self, where: RedisLocation) -> None:
-        self.where = where
-        self.link = Link(where)
+    def __init__(self, location: RedisLocation) -> None:
+        self.location = location
+        self.connections = RedisConnections(location)
         self.breaker = Breaker()
-        self.lock = threading.Condition(threading.Lock())  # books of all parts of the tier
+        self.lock = threading.Condition(threading.Lock())  # for what all parts of the tier count and note
         self.health = Health("redis", PAUSE)
         self.totals = RedisTotals()
-        self.prefix = f"{where.prefix}:1:".encode()
+        self.prefix = f"{location.prefix}:1:".encode()
         self.probe = self.prefix + b"probe"
 
     def name_of(self, key: bytes) -> bytes:
@@ -57,7 +62,7 @@ class Calls:
     def call(self, work: Callable[[RedisConnection], T], counter: str) -> T:
         """One call with a connection. A fault counts under `counter`. Raises Unavailable, Lost."""
         try:
-            done: T = self.link.once(work)
+            done: T = self.connections.once(work)
         except Busy as error:  # says nothing about Redis
             raise Unavailable(f"redis: {error}") from None
         except (Down, Invalid) as error:  # Invalid: the password's file has gone
@@ -71,10 +76,8 @@ class Calls:
         """The same short command for each of these names; `b"?"` among the words stands for the name. A Refused in the place of a refusal."""
         if not names:
             return []
-        return self.call(
-            lambda wire: wire.ask([ask(name, *(name if word == b"?" else word for word in words)) for name in names]),
-            counter,
-        )
+        questions = [ask(name, *(name if word == b"?" else word for word in words)) for name in names]
+        return self.call(lambda connection: connection.ask(questions), counter)
 
     def exist(self, keys: Sequence[bytes]) -> list[bool]:
         """Which of these Redis has now. Raises Unavailable."""
@@ -97,16 +100,16 @@ class Calls:
         return [0 if isinstance(answer, Refused) else int(answer) for answer in answers]
 
     def down(self, reason: str, trial: bool = False) -> None:
-        """Nobody answered."""
+        """A call got no answer."""
         if self.breaker.bad(reason, trial=trial):
             with self.lock:
-                self.health.bad(LINK, reason, pause=False)
+                self.health.bad(CONNECTION, reason, pause=False)
 
     def up(self) -> None:
-        """Somebody answered."""
+        """A call was answered."""
         if self.breaker.good():
             with self.lock:
-                self.health.good(LINK)
+                self.health.good(CONNECTION)
 
     def refusal(self, refused: Refused, kind: str) -> None:
         """Redis answers, and says no. Refused writes are not tried for a while."""
@@ -132,12 +135,12 @@ class Calls:
 
         A Redis that is merely not there opens the breaker.
         """
-        self.where.check_files()
+        self.location.check_files()
         try:
-            refused = self.link.once(self._rights)
+            refused = self.connections.once(self._rights)
         except Down as error:
-            if error.settled:
-                self.link.close()
+            if error.permanent:
+                self.connections.close()
                 raise Invalid(f"redis: {error}") from None
             while self.breaker.closed:
                 self.down(str(error))
@@ -146,18 +149,18 @@ class Calls:
             refused = error
         if refused is not None:
             if refused.kind == "denied":
-                self.link.close()
+                self.connections.close()
                 raise Invalid(
                     f"redis: the user may not do what this tier needs: {refused}; docs/redis.md has the rights"
                 )
             self.refusal(refused, WRITE)
-        log.info("redis opened", extra={"fields": {"where": self.where}})
+        log.info("redis opened", extra={"fields": {"where": self.location}})
 
     def trial(self) -> None:
         """The one trial of a breaker that is half-open."""
-        self.link.reset()
+        self.connections.reset()
         try:
-            self.link.once(lambda wire: wire.ask([ask(self.probe, b"EXISTS", self.probe)]))
+            self.connections.once(lambda connection: connection.ask([ask(self.probe, b"EXISTS", self.probe)]))
         except (Down, Invalid) as error:
             self.down(str(error), trial=True)
         except BaseException as error:
@@ -166,17 +169,17 @@ class Calls:
         else:
             self.up()
 
-    def _rights(self, wire: RedisConnection) -> Refused | None:
+    def _rights(self, connection: RedisConnection) -> Refused | None:
         """What Redis refuses of the commands of a block's life; None if nothing."""
-        commands: tuple[tuple[bytes | int, ...], ...] = (
-            (b"SET", self.probe, b"1", b"EX", 10),
-            (b"EXISTS", self.probe),
-            (b"GETRANGE", self.probe, 0, 0),
-        )
-        commands += ((b"STRLEN", self.probe), (b"UNLINK", self.probe))
-        elsewhere = [self.probe + b":%d" % n for n in range(16)]  # a node of a cluster refuses some of these
-        answers = wire.ask(
-            [ask(self.probe, *words) for words in commands] + [ask(name, b"EXISTS", name) for name in elsewhere]
-        )
+        probe = self.probe
+        questions = [
+            ask(probe, b"SET", probe, b"1", b"EX", 10),
+            ask(probe, b"EXISTS", probe),
+            ask(probe, b"GETRANGE", probe, 0, 0),
+            ask(probe, b"STRLEN", probe),
+            ask(probe, b"UNLINK", probe),
+        ]
+        elsewhere = [probe + b":%d" % n for n in range(16)]  # a node of a cluster refuses some of these
+        answers = connection.ask(questions + [ask(name, b"EXISTS", name) for name in elsewhere])
         refused = [answer for answer in answers if isinstance(answer, Refused)]
         return min(refused, key=lambda one: one.kind != "denied", default=None)

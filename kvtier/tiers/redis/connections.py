@@ -1,7 +1,7 @@
-"""The way to one Redis, to a cluster, or to the primary that Sentinels name: which node has what, and who may use which connection.
+"""Connections to one Redis, to a cluster, or to the primary that Sentinels name: which node has what, and which thread may use which connection.
 
-Thread-safe. Wires are kept by thread, so that one whose thread was interrupted in the middle of a call goes to nobody else before it is cleaned.
-After a fault or a failover `reset` makes everybody look up the nodes and connect anew.
+Thread-safe. Connections are kept by thread: one whose thread was interrupted in the middle of a call is cleaned before another thread gets it.
+After a fault or a failover `reset` makes all threads look up the nodes and connect anew.
 """
 
 from __future__ import annotations
@@ -29,62 +29,59 @@ _TCP: Any = Connection
 _TLS: Any = SSLConnection
 _UNIX: Any = UnixDomainSocketConnection
 _SENTINEL: Any = Sentinel
-_PLAIN: dict[str, Any] = {
-    "protocol": 2,
-    "retry": Retry(NoBackoff(), 0),
-}  # RESP2: nothing comes that was not asked for; retries are ours
+# RESP2: nothing comes that was not asked for; retries are ours.
+_PLAIN: dict[str, Any] = {"protocol": 2, "retry": Retry(NoBackoff(), 0)}
 
 
-class Link:
-    """The way to one Redis, cluster or Sentinel-watched primary. At most `where.connections` wires at once; who finds none free waits."""
+class RedisConnections:
+    """At most `location.connections` at once; a thread that finds none free waits for one."""
 
-    def __init__(self, where: RedisLocation) -> None:
-        self.where = where
+    def __init__(self, location: RedisLocation) -> None:
+        self.location = location
         self._lock = threading.Condition(threading.Lock())
-        self._wires: dict[
-            int, RedisConnection
-        ] = {}  # by thread: one that died in the middle of a call leaves nothing that another could mistake for its own
-        self._free: list[RedisConnection] = []  # on their way to who waits
-        self._queue: list[object] = []  # who waits
+        # A thread that died in the middle of a call leaves nothing that another could take for its own.
+        self._by_thread: dict[int, RedisConnection] = {}
+        self._free: list[RedisConnection] = []  # given up for threads that wait
+        self._queue: list[object] = []  # threads that wait, in order
         self._closed = False
         self.generation = 0  # connections of an earlier one are not used any more
         self.dropped_total = 0  # connections given up with an answer outstanding
         self._primary: Address | None = None
         self._slots: list[Address] = []
-        self._nodes: tuple[Address, ...] = where.nodes
+        self._nodes: tuple[Address, ...] = location.nodes
 
     @contextmanager
-    def wire(self) -> Iterator[RedisConnection]:
-        """A wire for this thread. Raises Busy if none gets free within the timeout, Down after `close`."""
-        wire = self._take()
+    def connection(self) -> Iterator[RedisConnection]:
+        """A connection for this thread. Raises Busy if none gets free within the timeout, Down after `close`."""
+        connection = self._take()
         try:
-            yield wire
+            yield connection
         finally:
             with self._lock:
-                wire.taken = False
+                connection.taken = False
                 if self._closed:
-                    wire.drop()
-                if self._queue and self._wires.get(threading.get_ident()) is wire:  # who waits goes first
-                    self._free.append(self._wires.pop(threading.get_ident()))
+                    connection.drop()
+                if self._queue and self._by_thread.get(threading.get_ident()) is connection:  # waiting threads go first
+                    self._free.append(self._by_thread.pop(threading.get_ident()))
                     self._lock.notify_all()
 
     def once(self, work: Callable[[RedisConnection], Any]) -> Any:
-        """Runs `work` with a wire; once more on new connections if old ones fail, which may have died unnoticed. Raises Down, Lost, Refused."""
-        with self.wire() as wire:
-            used = wire.connected
+        """Runs `work` with a connection; once more on new connections if old ones fail, which may have died unnoticed. Raises Down, Lost, Refused."""
+        with self.connection() as connection:
+            used = connection.connected
             try:
-                return work(wire)
+                return work(connection)
             except Down as error:
-                wire.drop()
-                if not used or error.settled or isinstance(error.__cause__, TimeoutError | redis.TimeoutError):
+                connection.drop()
+                if not used or error.permanent or isinstance(error.__cause__, TimeoutError | redis.TimeoutError):
                     self.reset()
                     raise
             self.reset()
-            wire.generation = self.generation
+            connection.generation = self.generation
             try:
-                return work(wire)
+                return work(connection)
             except Down:
-                wire.drop()
+                connection.drop()
                 raise
 
     def reset(self) -> None:
@@ -98,20 +95,20 @@ class Link:
         """Closes all connections; those in use when their question is done."""
         with self._lock:
             self._closed = True
-            for wire in (*self._wires.values(), *self._free):
-                if not wire.taken:
-                    wire.drop()
+            for connection in (*self._by_thread.values(), *self._free):
+                if not connection.taken:
+                    connection.drop()
             self._lock.notify_all()
 
     def open_connections(self) -> int:
         """How many there are."""
         with self._lock:
-            return sum(len(wire.connections) for wire in (*self._wires.values(), *self._free))
+            return sum(len(connection.by_node) for connection in (*self._by_thread.values(), *self._free))
 
-    def primaries(self, wire: RedisConnection) -> list[Address]:
+    def primaries(self, connection: RedisConnection) -> list[Address]:
         """All nodes that hold blocks."""
-        if self.where.cluster:
-            return list(dict.fromkeys(self._map(wire)))
+        if self.location.cluster:
+            return list(dict.fromkeys(self._map(connection)))
         return [self._single()]
 
     # -- inside
@@ -121,29 +118,29 @@ class Link:
         with self._lock:
             if self._closed:
                 raise Down("closed")
-            wire = self._wires.get(me)
-            if wire is None:
-                wire = self._wires[me] = self._wait_for_one()
-            wire.taken = True
+            connection = self._by_thread.get(me)
+            if connection is None:
+                connection = self._by_thread[me] = self._wait_for_one()
+            connection.taken = True
             generation = self.generation
-        if wire.marked:
+        if connection.marked:
             self.dropped_total += 1
-        if wire.marked or wire.generation != generation:
-            wire.drop()
-            wire.generation = generation
-        return wire
+        if connection.marked or connection.generation != generation:
+            connection.drop()
+            connection.generation = generation
+        return connection
 
     def _wait_for_one(self) -> RedisConnection:
-        """A wire that nobody uses, in the order in which threads came. Under the lock. Raises Busy, Down."""
-        turn, until = object(), time.monotonic() + self.where.timeout
+        """A connection that is not in use, in the order in which threads came. Under the lock. Raises Busy, Down."""
+        turn, until = object(), time.monotonic() + self.location.timeout
         self._queue.append(turn)
         try:
             while True:
-                if self._queue[0] is turn and (wire := self._spare()) is not None:
-                    return wire
+                if self._queue[0] is turn and (connection := self._spare()) is not None:
+                    return connection
                 left = until - time.monotonic()
                 if left <= 0:
-                    raise Busy(f"all {self.where.connections} connections are in use")
+                    raise Busy(f"all {self.location.connections} connections are in use")
                 self._lock.wait(left)
                 if self._closed:
                     raise Down("closed")
@@ -154,15 +151,15 @@ class Link:
     def _spare(self) -> RedisConnection | None:
         if self._free:
             return self._free.pop()
-        if len(self._wires) < self.where.connections:
+        if len(self._by_thread) < self.location.connections:
             return RedisConnection(self, self.generation)
         alive = {thread.ident for thread in threading.enumerate()}
-        idle = next((ident for ident, one in self._wires.items() if not one.taken or ident not in alive), None)
-        return self._wires.pop(idle) if idle is not None else None
+        idle = next((ident for ident, one in self._by_thread.items() if not one.taken or ident not in alive), None)
+        return self._by_thread.pop(idle) if idle is not None else None
 
-    def address_of(self, wire: RedisConnection, name: bytes) -> Address:
+    def address_of(self, connection: RedisConnection, name: bytes) -> Address:
         """The node that has this name. May ask the cluster or a Sentinel."""
-        return self._map(wire)[key_slot(name)] if self.where.cluster else self._single()
+        return self._map(connection)[key_slot(name)] if self.location.cluster else self._single()
 
     def moved(self, slot: int, address: Address) -> None:
         """The cluster says that a slot is elsewhere now."""
@@ -172,18 +169,16 @@ class Link:
 
     def connect(self, address: Address) -> Any:
         """A new connection, ready for questions. Raises Down."""
-        where = self.where
-        options: dict[str, Any] = {
-            "socket_timeout": where.timeout,
-            "socket_connect_timeout": min(CONNECT, where.timeout),
-        }
-        options |= {"username": where.user, "password": where.secret(), "db": where.db, **_PLAIN}
-        if where.unix:
-            made = _UNIX(path=address[0], **options)
-        elif where.tls:
-            made = _TLS(host=address[0], port=address[1], **options, **self._tls())
+        location, (host, port) = self.location, address
+        options = {**_PLAIN, "socket_timeout": location.timeout}
+        options["socket_connect_timeout"] = min(CONNECT, location.timeout)
+        options |= {"username": location.user, "password": location.secret(), "db": location.db}
+        if location.unix:
+            made = _UNIX(path=host, **options)
+        elif location.tls:
+            made = _TLS(host=host, port=port, **options, **self._tls())
         else:
-            made = _TCP(host=address[0], port=address[1], **options)
+            made = _TCP(host=host, port=port, **options)
         try:
             made.connect()
         except (RedisError, OSError) as error:
@@ -192,22 +187,22 @@ class Link:
         return made
 
     def _single(self) -> Address:
-        if not self.where.sentinel:
-            return self.where.nodes[0]
+        if not self.location.sentinel:
+            return self.location.nodes[0]
         with self._lock:
             if self._primary is not None:
                 return self._primary
-        timeout = min(CONNECT, self.where.timeout)
+        timeout = min(CONNECT, self.location.timeout)
         options: dict[str, Any] = {"socket_timeout": timeout, "socket_connect_timeout": timeout, **_PLAIN}
-        if self.where.tls:
+        if self.location.tls:
             options |= {"ssl": True, **self._tls()}
-        sentinel = _SENTINEL(list(self.where.nodes), **options)
+        sentinel = _SENTINEL(list(self.location.nodes), **options)
         try:
-            host, port = sentinel.discover_master(self.where.sentinel)
+            host, port = sentinel.discover_master(self.location.sentinel)
         except MasterNotFoundError as error:
-            raise Down(f"no Sentinel knows a working primary called {self.where.sentinel}") from error
+            raise Down(f"no Sentinel knows a working primary called {self.location.sentinel}") from error
         except (RedisError, OSError) as error:
-            raise down(error, self.where.nodes[0]) from error
+            raise down(error, self.location.nodes[0]) from error
         finally:
             for one in sentinel.sentinels:
                 one.close()
@@ -216,27 +211,26 @@ class Link:
             return self._primary
 
     def _tls(self) -> dict[str, str]:
-        files = {"ssl_ca_certs": self.where.ca, "ssl_certfile": self.where.cert, "ssl_keyfile": self.where.key}
+        files = {"ssl_ca_certs": self.location.ca, "ssl_certfile": self.location.cert, "ssl_keyfile": self.location.key}
         return {name: str(path) for name, path in files.items() if path is not None}
 
-    def _map(self, wire: RedisConnection) -> list[Address]:
-        """Which node has which slot, asked of whoever answers first."""
+    def _map(self, connection: RedisConnection) -> list[Address]:
+        """Which node has which slot, asked of the first node that answers."""
         with self._lock:
             if self._slots:
                 return self._slots
         fault: Down | Refused | None = None
-        for node in dict.fromkeys((*self._nodes, *self.where.nodes)):
+        for node in dict.fromkeys((*self._nodes, *self.location.nodes)):
             try:
-                ranges = wire.tell(node, b"CLUSTER", b"SLOTS")
+                ranges = connection.tell(node, b"CLUSTER", b"SLOTS")
             except (Down, Refused) as error:
-                fault = error if isinstance(error, Down) else Down(f"{node[0]}:{node[1]}: {error}", settled=True)
+                fault = error if isinstance(error, Down) else Down(f"{node[0]}:{node[1]}: {error}", permanent=True)
                 continue
             slots: list[Address | None] = [None] * SLOTS
             for low, high, primary, *_ in ranges:
-                host = primary[0].decode() if primary[0] else ""
-                slots[low : high + 1] = [(host if host not in ("", "?") else node[0], int(primary[1]))] * (
-                    high + 1 - low
-                )
+                host = primary[0].decode() if primary[0] else "?"
+                address = (node[0] if host == "?" else host, int(primary[1]))  # "?": the node that answers
+                slots[low : high + 1] = [address] * (high + 1 - low)
             if None in slots:
                 fault = Down("the cluster has slots that no node serves")
                 continue

@@ -1,8 +1,8 @@
-"""Questions to Redis and their answers, whole or the connection is gone. With redis_link the only file that imports redis.
+"""Questions to Redis and their answers, whole or the connection is closed. With connections.py the only file that imports redis.
 
-redis-py makes the connections and reads short answers with hiredis; blocks are sent from the arena and received into it on the same socket, without a
-copy between. A wire is marked before a question goes out and cleared after the answer's last byte was read; whatever happens in between, an exception
-at any point included, whoever takes it next finds the mark and connects anew. So no answer ever reaches another question.
+redis-py makes the connections and reads short answers with hiredis; blocks are sent from the arena and received into it on the same socket, without
+a copy between. A connection is marked before a question goes out and cleared after the answer's last byte was read. If an exception comes in
+between, the next thread that takes the connection finds the mark and connects anew. So no answer ever reaches another question.
 
 A `RedisConnection` belongs to one thread at a time. Every wait ends within the timeout of a question, or twice that.
 """
@@ -10,6 +10,7 @@ A `RedisConnection` belongs to one thread at a time. Every wait ends within the 
 from __future__ import annotations
 
 import socket
+import ssl
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,19 +40,31 @@ MOST_UNDER_WAY = 128  # questions
 JOIN = 16 * 1024  # shorter pieces are sent together
 ROUNDS = 5  # redirections of a cluster that are followed
 
+# OpenSSL's codes of the alerts by which a server refuses the certificate of this end, or its absence.
+REFUSED_CERTIFICATE = {
+    "SSLV3_ALERT_BAD_CERTIFICATE",
+    "SSLV3_ALERT_CERTIFICATE_EXPIRED",
+    "SSLV3_ALERT_CERTIFICATE_REVOKED",
+    "SSLV3_ALERT_CERTIFICATE_UNKNOWN",
+    "SSLV3_ALERT_NO_CERTIFICATE",
+    "SSLV3_ALERT_UNSUPPORTED_CERTIFICATE",
+    "TLSV13_ALERT_CERTIFICATE_REQUIRED",
+    "TLSV1_ALERT_UNKNOWN_CA",
+}
+
 Piece = bytes | memoryview
 
 
 class Down(Exception):
-    """Nobody answered, or not as Redis does. `settled`: trying again cannot help, the settings are wrong."""
+    """No answer, or not one that Redis gives. `permanent`: trying again cannot help, the settings are wrong."""
 
-    def __init__(self, reason: str, settled: bool = False) -> None:
+    def __init__(self, reason: str, permanent: bool = False) -> None:
         super().__init__(reason)
-        self.settled = settled
+        self.permanent = permanent
 
 
 class Busy(Down):
-    """All connections were in use for too long: nobody was asked."""
+    """All connections were in use for too long: nothing was sent."""
 
 
 class Refused(Exception):
@@ -63,9 +76,9 @@ class Refused(Exception):
 
 
 class Nodes(Protocol):
-    """Who knows where a name is, and how to get there: the link."""
+    """What knows which node has a name and how to connect to it: RedisConnections."""
 
-    def address_of(self, wire: RedisConnection, name: bytes) -> Address: ...
+    def address_of(self, connection: RedisConnection, name: bytes) -> Address: ...
 
     def moved(self, slot: int, address: Address) -> None: ...
 
@@ -74,7 +87,7 @@ class Nodes(Protocol):
 
 @dataclass(slots=True)
 class RedisQuestion:
-    """One command: the name that says which node of a cluster it is for, its bytes, and who reads the answer."""
+    """One command: the name that says which node of a cluster it is for, its bytes, and what reads the answer."""
 
     name: bytes
     pieces: tuple[Piece, ...]
@@ -107,30 +120,28 @@ def ask_to_keep(name: bytes, front: bytes, block: memoryview, ttl: int) -> Redis
 
 def ask_for(name: bytes, block: memoryview, until: float) -> RedisQuestion:
     """The value under a name, its block straight into `block`: the answer is the front, or None if there is none. Never takes in more than that."""
-    raw = command(
-        b"GETRANGE", name, 0, FRONT_BYTES + len(block)
-    )  # one more than wanted: so what is longer shows, and costs no more
+    raw = command(b"GETRANGE", name, 0, FRONT_BYTES + len(block))  # one byte too many: shows what is longer
     return RedisQuestion(name, (raw,), lambda connection: _receive_block(connection, block, until), len(raw))
 
 
 class RedisConnection:
-    """One thread's connections, one a node. `marked` while an answer is outstanding."""
+    """One thread's connection: a redis-py connection to each node. `marked` while an answer is outstanding."""
 
     def __init__(self, nodes: Nodes, generation: int) -> None:
         self._nodes = nodes
-        self.connections: dict[Address, Any] = {}
+        self.by_node: dict[Address, Any] = {}
         self.generation = generation
         self.marked = False
         self.taken = False
 
     @property
     def connected(self) -> bool:
-        """Whether there is a connection that may have died unnoticed."""
-        return bool(self.connections)
+        """Whether there is a socket that may have died unnoticed."""
+        return bool(self.by_node)
 
     def drop(self) -> None:
         """Closes all connections."""
-        connections, self.connections = self.connections, {}
+        connections, self.by_node = self.by_node, {}
         for connection in connections.values():
             connection.disconnect()
         self.marked = False
@@ -176,14 +187,10 @@ class RedisConnection:
         return self._exchange(address, [question])[0]
 
     def _connection(self, address: Address) -> Any:
-        connection = self.connections.get(address)
+        connection = self.by_node.get(address)
         if connection is None or connection._sock is None:
-            connection = self.connections[address] = self._nodes.connect(address)
+            connection = self.by_node[address] = self._nodes.connect(address)
         return connection
-
-    @staticmethod
-    def _fits(questions: int, nbytes: int) -> bool:
-        return questions < MOST_UNDER_WAY and nbytes <= WINDOW
 
     def _exchange(self, address: Address, questions: Sequence[RedisQuestion]) -> list[Any]:
         """All questions to one node, up to a window of them under way. ResponseErrors stand among the answers. Raises Down, Lost."""
@@ -194,11 +201,11 @@ class RedisConnection:
             sent = under_way = 0
             while len(answers) < len(questions):
                 batch: list[Piece] = []
-                while sent < len(questions) and (
-                    not under_way or self._fits(sent - len(answers), under_way + questions[sent].nbytes)
-                ):
-                    batch.extend(questions[sent].pieces)
-                    under_way += questions[sent].nbytes
+                for question in questions[sent : len(answers) + MOST_UNDER_WAY]:
+                    if under_way and under_way + question.nbytes > WINDOW:
+                        break
+                    batch.extend(question.pieces)
+                    under_way += question.nbytes
                     sent += 1
                 if batch:
                     connection.send_packed_command(_joined(batch), check_health=False)
@@ -233,7 +240,7 @@ def _joined(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def _short(connection: Any) -> Any:
-    """By hiredis. Nothing of it stays behind in the parser: no more questions are under way than answers are read, and these are short."""
+    """By hiredis. Nothing stays behind in its parser: no more questions are under way than answers are read, and these are short."""
     return connection.read_response()
 
 
@@ -275,9 +282,8 @@ def _other(connection: Any, sock: Any, raw: bytes, until: float) -> None:
             rest += bytes(part[: _some(sock, part[:2], until)])
         return
     if line.startswith(b"$") and line[1:].isdigit():
-        raise Lost(
-            f"a value of {int(line[1:])} bytes at least"
-        )  # the connection stays marked: its bytes are still to come
+        # The connection stays marked: bytes of the value are still to come.
+        raise Lost(f"a value of {int(line[1:])} bytes at least")
     raise redis.InvalidResponse("not an answer to GETRANGE")
 
 
@@ -301,9 +307,8 @@ def _refused(error: Exception) -> Refused:
     """What an answer means for the caller. Raises Down for one that says that the server cannot work now."""
     text = f"{type(error).__name__}: {error}"[:200]
     if isinstance(error, MovedError):
-        raise Down(
-            "this is one node of a cluster, and others have blocks too: write cluster = true", settled=True
-        ) from error
+        reason = "this is one node of a cluster, and others have blocks too: write cluster = true"
+        raise Down(reason, permanent=True) from error
     if isinstance(error, BusyLoadingError | ClusterDownError | TryAgainError | AskError):
         raise Down(text) from error
     if isinstance(error, OutOfMemoryError):
@@ -316,19 +321,26 @@ def _refused(error: Exception) -> Refused:
 
 
 def down(error: Exception, address: Address) -> Down:
-    """The reason in words that name what to look at."""
-    where = f"{address[0]}:{address[1]}" if address[1] else address[0]
+    """What failed, by the classes and codes of redis-py and OpenSSL, and a reason in words that says what to look at."""
+    node = f"{address[0]}:{address[1]}" if address[1] else address[0]
     text = str(error)[:200]
     if isinstance(error, AuthenticationError):
-        return Down(f"{where} refuses user and password: {text or 'wrong or missing'}", settled=True)
+        return Down(f"{node} refuses user and password: {text or 'wrong or missing'}", permanent=True)
     if isinstance(error, NoPermissionError):
-        return Down(f"{where} refuses this user a command: {text}", settled=True)
-    if "ALERT" in text and "CERTIFICATE" in text.upper():
-        return Down(f"{where} wants another certificate of this end: {text}", settled=True)
-    if "CERTIFICATE_VERIFY_FAILED" in text:
-        return Down(f"{where} shows a certificate that `ca` does not vouch for: {text}", settled=True)
-    if "SSL" in text or "WRONG_VERSION_NUMBER" in text:
-        return Down(f"{where} does not speak TLS, or not as this end does: {text}", settled=True)
+        return Down(f"{node} refuses this user a command: {text}", permanent=True)
     if isinstance(error, socket.timeout | redis.TimeoutError):
-        return Down(f"{where} does not answer in time")
-    return Down(f"{where}: {text or type(error).__name__}")
+        return Down(f"{node} does not answer in time")
+    if (fault := _tls_fault(error)) is not None:
+        if isinstance(fault, ssl.SSLCertVerificationError):
+            return Down(f"{node} shows a certificate that `ca` does not vouch for: {text}", permanent=True)
+        if fault.reason in REFUSED_CERTIFICATE:
+            return Down(f"{node} wants another certificate of this end: {text}", permanent=True)
+        return Down(f"{node} does not speak TLS, or not as this end does: {text}", permanent=True)
+    return Down(f"{node}: {text or type(error).__name__}")
+
+
+def _tls_fault(error: BaseException | None) -> ssl.SSLError | None:
+    """The fault of TLS from which an error of redis-py comes, if it comes from one."""
+    while error is not None and not isinstance(error, ssl.SSLError):
+        error = error.__cause__ or error.__context__
+    return error

@@ -12,6 +12,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
+from operator import methodcaller
 
 from kvtier.errors import Lost, NotFound, Unavailable
 from kvtier.format import block
@@ -26,26 +28,24 @@ from kvtier.tiers.redis.upkeep import Upkeep
 from kvtier.tiers.redis.value import FRONT_BYTES, front, read_front
 from kvtier.tiers.tier import Outgoing
 
-ASK_FIRST, ASK_MORE = (
-    32,
-    4,
-)  # unknown keys of one `find` that are asked: so many, or so many for each that is answered. Mostly the first is a no
+# Unknown keys of one `find` that are asked: so many, or so many for each that is answered. Mostly the first is a no.
+ASK_FIRST, ASK_MORE = 32, 4
 PATIENCE = 5.0  # seconds that `close` waits for calls under way
 
 
 class Redis:
-    """Blocks in the Redis at `where`. Connects once on the way in: raises Invalid where the settings are wrong (password, rights, certificate); a
-    Redis that is merely not there is waited for in the background."""
+    """Blocks in the Redis at `location`. Connects once on the way in: raises Invalid where the settings are wrong (password, rights,
+    certificate); a Redis that is merely not there is waited for in the background."""
 
     name = "redis"
 
-    def __init__(self, where: RedisLocation) -> None:
-        self._calls = Calls(where)
+    def __init__(self, location: RedisLocation) -> None:
+        self._calls = Calls(location)
         self._calls.first()
-        self._seen = Presence()
+        self._presence = Presence()
         self._users = 0
         self._closing = False
-        self._asker = Asker(self._calls, self._seen)
+        self._asker = Asker(self._calls, self._presence)
         self._upkeep = Upkeep(self._calls)
 
     # -- what is known without waiting
@@ -54,10 +54,10 @@ class Redis:
         """For each key whether the block was lately heard to be here. No I/O and no lock; what is not known is asked in the background."""
         if not self._calls.breaker.closed:
             return [False] * len(keys)
-        now, seen, asker = time.monotonic(), self._seen, self._asker
+        now, presence, asker = time.monotonic(), self._presence, self._asker
         found, asked, answered = [], 0, 0
         for key in keys:
-            known = False if asker.forgetting(key) else seen.get(key, now)
+            known = False if asker.forgetting(key) else presence.get(key, now)
             found.append(bool(known))
             if known is None:
                 if asked < max(ASK_FIRST, ASK_MORE * answered):
@@ -65,7 +65,7 @@ class Redis:
                 asked += 1
             else:
                 answered += 1
-                if known and not seen.fresh(key, now):
+                if known and not presence.fresh(key, now):
                     asker.question(key, now)
         return found
 
@@ -74,11 +74,11 @@ class Redis:
         if not self._calls.breaker.closed:
             return [False] * len(keys)
         now = time.monotonic()
-        return [self._asker.asking(key, now) and self._seen.get(key, now) is None for key in keys]
+        return [self._asker.asking(key, now) and self._presence.get(key, now) is None for key in keys]
 
     def handles(self) -> set[int]:
         """Handles of the namespaces of which this process wrote blocks lately."""
-        return self._seen.handles()
+        return self._presence.handles()
 
     def blocks_by_namespace(self) -> dict[int, tuple[int, int]]:
         """Empty: Redis does not say."""
@@ -89,25 +89,22 @@ class Redis:
     def write(self, blocks: Sequence[Outgoing]) -> list[bool]:
         """Keeps these blocks; what is there already is not sent again. False for what Redis refuses. Raises Unavailable while it fails."""
         with self._used():
-            calls, seen = self._calls, self._seen
+            calls, presence = self._calls, self._presence
             if calls.health.paused(WRITE):
                 raise Unavailable(f"redis takes no blocks for now: {calls.health.fault}")
-            wanted = {
-                out.key: out
-                for out in blocks
-                if not out.namespace.dropped and out.namespace.digest not in self._upkeep.dropping
-            }
-            again = self._asker.keep(wanted, calls.where.timeout)
+            dropping = self._upkeep.dropping
+            going = [out for out in blocks if not out.namespace.dropped and out.namespace.digest not in dropping]
+            wanted = {out.key: out for out in going}
+            again = self._asker.keep(wanted, calls.location.timeout)
             now = time.monotonic()
-            here = {key for key in wanted if key not in again and seen.fresh(key, now)}
+            here = {key for key in wanted if key not in again and presence.fresh(key, now)}
             doubtful = [key for key in wanted if key not in here and key not in again]
-            lengths = zip(doubtful, calls.lengths(doubtful), strict=True)
-            here.update(
-                key for key, length in lengths if length == FRONT_BYTES + wanted[key].nbytes
-            )  # of another length: no block, written over
+            for key, length in zip(doubtful, calls.lengths(doubtful), strict=True):
+                if length == FRONT_BYTES + wanted[key].nbytes:  # of another length: no block, written over
+                    here.add(key)
             self._send([out for key, out in wanted.items() if key not in here], here)
             for key in here:
-                seen.hear([(key, True)], wanted[key].namespace.handle)
+                presence.hear([(key, True)], wanted[key].namespace.handle)
             if gone := [key for key in here if wanted[key].namespace.dropped]:
                 self._asker.delete(gone)
             return [out.key in here and not out.namespace.dropped for out in blocks]
@@ -118,14 +115,14 @@ class Redis:
             calls, began = self._calls, time.monotonic()
             if self._asker.forgetting(key):
                 raise NotFound("deleted from Redis")
-            question = ask_for(calls.name_of(key), slot[:nbytes], began + calls.where.timeout)
+            question = ask_for(calls.name_of(key), slot[:nbytes], began + calls.location.timeout)
             try:
-                (answer,) = calls.call(lambda wire: wire.ask([question]), "read_faults")
+                (answer,) = calls.call(lambda connection: connection.ask([question]), "read_faults")
                 if isinstance(answer, Refused):
                     calls.refusal(answer, READ)
                     raise Unavailable(f"redis: {answer}")
                 if answer is None:
-                    self._seen.hear([(key, False)])
+                    self._presence.hear([(key, False)])
                     calls.count("missed_blocks")
                     raise NotFound("not in Redis")
                 checksum = read_front(answer, key, nbytes)
@@ -137,7 +134,7 @@ class Redis:
             if header.namespace in self._upkeep.dropping:
                 raise NotFound("its namespace was dropped")
             slot[nbytes:] = bytes(len(slot) - nbytes)
-            self._seen.hear([(key, True)], began=began)
+            self._presence.hear([(key, True)], began=began)
             calls.count("read_blocks")
             calls.count("read_bytes", nbytes)
             calls.taken(READ)
@@ -146,7 +143,9 @@ class Redis:
     def delete(self, keys: Sequence[bytes]) -> int:
         """Forgets these blocks: here at once, in Redis within 50 ms, or as soon as it answers again. Returns how many were known here."""
         now = time.monotonic()
-        known = sum(bool(self._seen.get(key, now)) for key in dict.fromkeys(keys) if not self._asker.forgetting(key))
+        known = sum(
+            bool(self._presence.get(key, now)) for key in dict.fromkeys(keys) if not self._asker.forgetting(key)
+        )
         self._asker.delete(keys)
         return known
 
@@ -157,7 +156,7 @@ class Redis:
         """
         if not namespace.crowded:
             self._upkeep.dropping[namespace.digest] = None
-        return len(self._seen.forget(namespace.handle))
+        return len(self._presence.forget(namespace.handle))
 
     # -- operators
 
@@ -170,11 +169,11 @@ class Redis:
                 "degraded": int(calls.health.degraded or not calls.breaker.closed),
                 "breaker": calls.breaker.state,
                 "breaker_opened_total": calls.breaker.opened_total,
-                "connections": calls.link.open_connections(),
-                "connections_dropped_total": calls.link.dropped_total,
-                "known_keys": len(self._seen),
+                "connections": calls.connections.open_connections(),
+                "connections_dropped_total": calls.connections.dropped_total,
+                "known_keys": len(self._presence),
                 "waiting_deletes": self._asker.waiting_deletes(),
-                **{f"{name}_total": getattr(calls.totals, name) for name in calls.totals.__slots__},
+                **{f"{name}_total": n for name, n in asdict(calls.totals).items()},
             }
 
     def fault(self) -> str:
@@ -191,8 +190,8 @@ class Redis:
         return self._asker.alive() and self._upkeep.alive()
 
     def check_integrity(self) -> None:
-        """Asserts that the books agree and the limits are kept."""
-        self._seen.check_integrity()
+        """Asserts that counts agree and limits are kept."""
+        self._presence.check_integrity()
         self._asker.check_integrity()
 
     def close(self) -> None:
@@ -203,7 +202,7 @@ class Redis:
             lock.wait_for(lambda: not self._users, PATIENCE)
         self._asker.close(PATIENCE)
         self._upkeep.close(PATIENCE)
-        self._calls.link.close()
+        self._calls.connections.close()
 
     # -- inside
 
@@ -231,20 +230,13 @@ class Redis:
         for again in (True, False):
             if not blocks:
                 return
-            questions = [
-                ask_to_keep(
-                    calls.name_of(out.key),
-                    front(out.key, out.nbytes, out.checksum),
-                    out.slot[: out.nbytes],
-                    calls.where.ttl,
-                )
-                for out in blocks
-            ]
-            answers = calls.call(lambda wire, questions=questions: wire.ask(questions), "write_faults")  # type: ignore[misc]
-            refused = [
-                (out, answer) for out, answer in zip(blocks, answers, strict=True) if isinstance(answer, Refused)
-            ]
-            taken = [out for out, answer in zip(blocks, answers, strict=True) if not isinstance(answer, Refused)]
+            questions = []
+            for out in blocks:
+                head = front(out.key, out.nbytes, out.checksum)
+                questions.append(ask_to_keep(calls.name_of(out.key), head, out.slot[: out.nbytes], calls.location.ttl))
+            answers = list(zip(blocks, calls.call(methodcaller("ask", questions), "write_faults"), strict=True))
+            refused = [(out, answer) for out, answer in answers if isinstance(answer, Refused)]
+            taken = [out for out, answer in answers if not isinstance(answer, Refused)]
             here.update(out.key for out in taken)
             calls.count("written_blocks", len(taken))
             calls.count("written_bytes", sum(out.nbytes for out in taken))
@@ -255,5 +247,5 @@ class Redis:
                 calls.count("refused_blocks", len(refused))
                 calls.refusal(refused[0][1], WRITE)
                 return
-            calls.link.reset()  # a failover: the same name is another server now
+            calls.connections.reset()  # a failover: the same name is another server now
             blocks = [out for out, _ in refused]

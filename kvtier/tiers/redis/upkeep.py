@@ -69,15 +69,15 @@ class Upkeep:
             except Exception:  # a fault of ours must not end upkeep for good
                 log.exception("redis upkeep failed")
 
-    def _look(self, wire: RedisConnection) -> None:
+    def _look(self, connection: RedisConnection) -> None:
         """INFO of every primary. Where the user may not ask, the numbers stay as they are."""
         calls, total = self._calls, dict.fromkeys(self.server, 0)
-        for address in calls.link.primaries(wire):
+        for address in calls.connections.primaries(connection):
             try:
-                numbers = _info(wire.tell(address, b"INFO"))
+                numbers = _info(connection.tell(address, b"INFO"))
             except Refused:
                 return
-            keyspace = numbers.get(f"db{calls.where.db}", "keys=0")
+            keyspace = numbers.get(f"db{calls.location.db}", "keys=0")
             total["capacity_bytes"] += int(numbers.get("maxmemory", 0))
             total["used_bytes"] += int(numbers.get("used_memory", 0))
             total["evicted_blocks_total"] += int(numbers.get("evicted_keys", 0))
@@ -87,7 +87,7 @@ class Upkeep:
     def _drop(self, digest: bytes) -> None:
         """Goes through all names, in steps, and forgets the blocks whose header has this namespace. From the beginning after a fault."""
         calls = self._calls
-        for address in calls.call(calls.link.primaries, "read_faults"):
+        for address in calls.call(calls.connections.primaries, "read_faults"):
             cursor = b"0"
             while not self._stop.is_set():
                 scan = (b"SCAN", cursor, b"MATCH", calls.prefix + b"*", b"COUNT", SCAN)

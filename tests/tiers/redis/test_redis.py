@@ -124,8 +124,8 @@ def test_a_long_find_is_asked_piece_by_piece_and_many_questions_are_bounded(tier
     numbers = range(2000)
     for first in range(0, 2000, 500):
         yard.put(tier, range(first, first + 500, 2))
-    tier._seen.forget(yard.namespace.handle)
-    tier._seen = tier._asker._seen = presence.Presence()
+    tier._presence.forget(yard.namespace.handle)
+    tier._presence = tier._asker._presence = presence.Presence()
     end = time.monotonic() + PATIENCE
     while len(yard.known(tier, numbers)) < 1000:
         tier.check_integrity()
@@ -361,7 +361,7 @@ def test_a_call_that_finds_no_connection_free_says_nothing_about_redis(server: S
         taken, done = threading.Barrier(3), threading.Event()
 
         def hold() -> None:
-            with tier._calls.link.wire():
+            with tier._calls.connections.connection():
                 taken.wait(PATIENCE)
                 assert done.wait(PATIENCE)
 

@@ -22,7 +22,7 @@ ENCODED = "p%40ss%3A%2F%23%2525%20w"
 KEY, OTHER = bytes(range(32)), bytes(range(1, 33))
 
 
-# --- where
+# --- location
 
 
 @pytest.mark.parametrize(
@@ -73,29 +73,29 @@ def test_urls_that_are_refused_say_what_to_write_and_no_secret(url: object) -> N
 
 
 def test_a_password_is_shown_nowhere() -> None:
-    where = make(f"redis://bob:{ENCODED}@host:1/2")
-    for text in (str(where), repr(where)):
+    location = make(f"redis://bob:{ENCODED}@host:1/2")
+    for text in (str(location), repr(location)):
         assert ODD not in text and ENCODED not in text and "p@ss" not in text
-    assert str(where).startswith("url=redis://bob:***@host:1/2,prefix=kvtier,")
+    assert str(location).startswith("url=redis://bob:***@host:1/2,prefix=kvtier,")
 
 
 @pytest.mark.parametrize("raw", [ODD, f"{ODD}\n", f"{ODD}\r\n"])
 def test_a_password_file_is_read_each_time(tmp_path: Path, raw: str) -> None:
     file = tmp_path / "password"
     file.write_text(raw)
-    where = make("redis://host", {"password_file": file})
-    assert where.secret() == ODD
+    location = make("redis://host", {"password_file": file})
+    assert location.secret() == ODD
     file.write_text("next\n")
-    assert where.secret() == "next"
+    assert location.secret() == "next"
     file.unlink()
     with pytest.raises(Invalid, match="No such file"):
-        where.secret()
+        location.secret()
     file.write_bytes(b"\xff")
     with pytest.raises(Invalid, match="UTF-8"):
-        where.secret()
+        location.secret()
     file.write_bytes(b"x" * 5000)
     with pytest.raises(Invalid, match="more than"):
-        where.secret()
+        location.secret()
 
 
 @pytest.mark.parametrize(
@@ -198,40 +198,40 @@ def test_a_front_that_is_not_of_this_block_is_lost() -> None:
 
 
 def test_answers_grow_old() -> None:
-    seen = Presence()
-    seen.hear([(KEY, True), (OTHER, False)], handle=3)
-    now = seen._answers[KEY][1]
-    assert seen.get(KEY, now) is True and seen.get(OTHER, now) is False and seen.get(b"x", now) is None
-    assert seen.get(KEY, now + presence.HOLD) is True and seen.get(KEY, now + presence.HOLD + 0.1) is None
-    assert seen.get(OTHER, now + presence.ABSENT + 0.1) is None
+    answers = Presence()
+    answers.hear([(KEY, True), (OTHER, False)], handle=3)
+    now = answers._answers[KEY][1]
+    assert answers.get(KEY, now) is True and answers.get(OTHER, now) is False and answers.get(b"x", now) is None
+    assert answers.get(KEY, now + presence.HOLD) is True and answers.get(KEY, now + presence.HOLD + 0.1) is None
+    assert answers.get(OTHER, now + presence.ABSENT + 0.1) is None
     assert (
-        seen.fresh(KEY, now + presence.FRESH)
-        and not seen.fresh(KEY, now + presence.FRESH + 0.1)
-        and not seen.fresh(OTHER, now)
+        answers.fresh(KEY, now + presence.FRESH)
+        and not answers.fresh(KEY, now + presence.FRESH + 0.1)
+        and not answers.fresh(OTHER, now)
     )
-    assert seen.handles() == {3}
-    seen.check_integrity()
+    assert answers.handles() == {3}
+    answers.check_integrity()
 
 
 def test_a_yes_to_an_older_question_does_not_bring_a_forgotten_block_back() -> None:
-    seen = Presence()
-    seen.hear([(KEY, True)])
-    began = seen._answers[KEY][1]
-    seen.hear([(KEY, False)])
-    seen.hear([(KEY, True)], began=began)
-    assert seen.get(KEY, seen._answers[KEY][1]) is False
-    seen.hear([(KEY, True)])
-    assert seen.get(KEY, seen._answers[KEY][1]) is True, "but a write does"
+    answers = Presence()
+    answers.hear([(KEY, True)])
+    began = answers._answers[KEY][1]
+    answers.hear([(KEY, False)])
+    answers.hear([(KEY, True)], began=began)
+    assert answers.get(KEY, answers._answers[KEY][1]) is False
+    answers.hear([(KEY, True)])
+    assert answers.get(KEY, answers._answers[KEY][1]) is True, "but a write does"
 
 
 def test_what_is_heard_is_bounded_and_namespaces_are_counted() -> None:
-    seen = Presence(most=8)
+    answers = Presence(most=8)
     for n in range(100):
-        seen.hear([(n.to_bytes(32, "little"), True)], handle=1 + n % 2)
-        seen.check_integrity()
-    assert len(seen) == 8 and seen.handles() == {1, 2}
-    assert len(seen.forget(1)) == 4 and seen.handles() == {2} and seen.forget(1) == []
-    seen.check_integrity()
+        answers.hear([(n.to_bytes(32, "little"), True)], handle=1 + n % 2)
+        answers.check_integrity()
+    assert len(answers) == 8 and answers.handles() == {1, 2}
+    assert len(answers.forget(1)) == 4 and answers.handles() == {2} and answers.forget(1) == []
+    answers.check_integrity()
 
 
 # --- the breaker
