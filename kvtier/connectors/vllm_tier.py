@@ -1,11 +1,9 @@
-"""A secondary tier of vLLM's own CPU offloading: what leaves vLLM's CPU pool stays in a kvtier daemon. vLLM loads it by
-name:
+"""A secondary tier of vLLM's own CPU offloading: what leaves vLLM's CPU pool stays in a kvtier daemon. By name:
 
-    "secondary_tiers": [{"type": "KvtierTier", "module_path": "kvtier.connectors.vllm_tier", "namespace":
-    "/etc/kvtier/model.json"}]
+    "secondary_tiers": [{"type": "KvtierTier", "module_path": "kvtier.connectors.vllm_tier",
+                         "namespace": "/etc/kvtier/model.json"}]
 
-Of this subpackage only `tier` imports vllm, and only when the class is asked for. `docs/vllm.md` says how to use it and
-what it cannot know.
+vllm is imported when the class is asked for. `docs/vllm.md` says how to use it and what it cannot know.
 """
 
 from __future__ import annotations

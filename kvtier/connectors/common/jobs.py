@@ -1,5 +1,4 @@
-"""What is to be loaded and saved, as plain data that may travel between an engine's processes. Block ids are the
-engine's; 0 means "not this one"."""
+"""Loads and saves as plain data that may travel between processes. Block ids are the engine's; 0: "not this one"."""
 
 from __future__ import annotations
 

@@ -14,11 +14,12 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 from kvtier.client.api import Client, Lease, RegisteredNamespace
 from kvtier.connectors.common.worker_pool import WorkerPool, WorkItem
 from kvtier.format.layout import Range
-from kvtier.protocol.stops import TEXTS
+from kvtier.protocol.stops import TEXTS, Stop
 
 ASK_LATER = 0.001  # seconds that a question may hold up the scheduler
 MISS_AFTER = 1.0  # seconds after which a question counts as a miss
@@ -26,34 +27,30 @@ BEAT = 0.5  # seconds between beats
 MISSED = 0.5  # seconds after which a beat has got no answer
 COLD_AGAIN = 0.02
 MAX_LOOKUPS = 1024
-_COLD = next(stop for stop, words in TEXTS.items() if words.startswith("cold"))
 log = logging.getLogger(__name__)
 
 
-def answered(reason: str) -> bool:
-    """Whether a call that gives this reason reached a daemon that works: a block that failed its check is one, and says
-    nothing of the others."""
-    return reason in TEXTS.values() or reason.startswith(("full", "lost"))
+class Outcome(Protocol):
+    """What every answer of the client says of its call."""
+
+    @property
+    def reason(self) -> str:
+        """Why it is not all that was asked for, or ""."""
 
 
-def label(reason: str) -> str:
-    """A reason as a metric's label: one of a handful."""
-    known = {
-        "miss": "miss",
-        "lost": "lost",
-        "full": "full",
-        "cold": "cold",
-        "no answer": "deadline",
-        "away": "away",
-        "questions": "queue",
-        "error": "error",
-    }
-    return next((short for words, short in known.items() if words in reason), "away")
+def answered(answer: Outcome) -> bool:
+    """Whether the call reached a daemon that works: a block that failed its check says nothing of the others."""
+    return answer.reason in TEXTS.values() or answer.reason.startswith(("full", "lost"))
+
+
+def label(answer: Outcome) -> str:
+    """Why an answer is not all that was asked for, as a metric's label: one of a handful."""
+    known = {"full": "full", "miss": "miss", "lost": "lost", "cold": "cold", "no answer": "deadline", "away": "away"}
+    return next((short for words, short in known.items() if words in answer.reason), "away")
 
 
 class Heartbeat:
-    """Whether the daemon answers, found out every `BEAT`; a failed call elsewhere says so at once. `patience`: instead
-    of `MISSED`."""
+    """Whether the daemon answers: asked every `BEAT`; failed calls elsewhere tell it too. `patience`: for `MISSED`."""
 
     def __init__(self, client: Client, name: str, patience: float | None = None) -> None:
         self._client, self._patience = client, patience
@@ -68,12 +65,16 @@ class Heartbeat:
         self._probe = (ns, bytes(ns.hash_bytes))
         self._thread.start()
 
-    def judge(self, reason: str) -> bool:
-        """Whether a call with this reason was answered; if not, the daemon counts as away until it answers a beat."""
-        if answered(reason):
+    def judge(self, answer: Outcome) -> bool:
+        """Whether a call was answered; if not, the daemon counts as away until it answers a beat."""
+        if answered(answer):
             return True
-        self.healthy = False
+        self.lost()
         return False
+
+    def lost(self) -> None:
+        """A call was not answered: the daemon counts as away until it answers a beat."""
+        self.healthy = False
 
     def changed(self) -> bool:
         """Whether `healthy` is another than at the last call."""
@@ -90,14 +91,13 @@ class Heartbeat:
         """The first beat comes at once: it connects."""
         assert self._probe is not None
         while not self._stop.is_set():
-            self.healthy = answered(self._client.lookup(*self._probe, deadline=self._patience or MISSED).reason)
+            self.healthy = answered(self._client.lookup(*self._probe, deadline=self._patience or MISSED))
             self._stop.wait(BEAT)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
-    """What a question needs to know of the namespace: per group tokens of a block, window, and the parts that must all
-    be there."""
+    """A namespace as lookups need it: per group tokens of a block, window, and the parts that must all be there."""
 
     ns: RegisteredNamespace
     tokens: tuple[int, ...]
@@ -108,8 +108,7 @@ class GroupShape:
 
 @dataclass(eq=False)
 class RequestLookup:
-    """What one request asks: from token `start` on, at most up to `top`. `hashes` per group: of the blocks from `start
-    // tokens` on."""
+    """One request's question, from token `start` to at most `top`. `hashes` per group: from `start // tokens` on."""
 
     start: int
     top: int
@@ -225,8 +224,7 @@ class LookupQueue:
         return True
 
     def _span(self, lookup: RequestLookup, group: int, end: int) -> tuple[int, int]:
-        """Entries of the lookup's hashes of a group that a prefix of `end` tokens needs: all, or those that the window
-        still sees."""
+        """Entries of a group's hashes that a prefix of `end` tokens needs: all, or those that the window still sees."""
         tokens, window = self._shape.tokens[group], self._shape.windows[group]
         first = lookup.start // tokens
         low = first if window is None else max(first, max(0, end - window + 1) // tokens)
@@ -240,8 +238,8 @@ class LookupQueue:
         answers = self._client.lookup_runs(shape.ns, runs, context=lookup.context, deadline=lookup.left) if runs else []
         end = lookup.top
         for (group, _), known in zip(full, answers, strict=True):
-            if not self.heartbeat.judge(known.reason):
-                lookup.failed = label(known.reason)
+            if not self.heartbeat.judge(known):
+                lookup.failed = label(known)
                 return lookup.start
             end = min(end, (lookup.start // shape.tokens[group] + known) * shape.tokens[group])
         end -= end % shape.align
@@ -260,8 +258,8 @@ class LookupQueue:
         asked = lookup.hashes[group][low:high]
         for part in shape.parts[group]:
             known = self._client.lookup(shape.ns, asked, range_=part, context=lookup.context, deadline=lookup.left)
-            if not self.heartbeat.judge(known.reason):
-                lookup.failed = label(known.reason)
+            if not self.heartbeat.judge(known):
+                lookup.failed = label(known)
                 return lookup.start
             if known < len(asked):
                 # The first hole is at this block: a shorter prefix must end before it, or its window begin after it.
@@ -269,8 +267,8 @@ class LookupQueue:
         return end
 
     def _hold(self, lookup: RequestLookup, end: int) -> tuple[int, bool]:
-        """Leases what a prefix of `end` tokens needs: (the token up to which it is held, whether only cold blocks are
-        in the way)."""
+        """Leases what a prefix of `end` tokens needs: (the token up to which it is, whether only cold blocks
+        hinder)."""
         shape = self._shape
         cold = False
         for group, parts in enumerate(shape.parts):
@@ -283,10 +281,10 @@ class LookupQueue:
                 lookup.leases.append(lease.__enter__())
                 if len(lease) == len(asked):
                     continue
-                if not self.heartbeat.judge(lease.reason):
-                    lookup.failed = label(lease.reason)
+                if not self.heartbeat.judge(lease):
+                    lookup.failed = label(lease)
                     return lookup.start, False
-                if lease.stop == _COLD and (below := self._below(lookup, part, asked)[len(lease) :]):
+                if lease.stop == Stop.COLD and (below := self._below(lookup, part, asked)[len(lease) :]):
                     cold = True
                     self._client.prefetch(shape.ns, below, range_=part, context=lookup.context, deadline=lookup.left)
                 held = (lookup.start // shape.tokens[group] + low + len(lease)) * shape.tokens[group]
@@ -294,10 +292,10 @@ class LookupQueue:
         return end, cold
 
     def _below(self, lookup: RequestLookup, part: Range, asked: list[bytes]) -> list[bytes]:
-        """The leading ones of these that some tier has. Sets the lookup's reason if nobody answers."""
+        """The leading ones of these that some tier has. Sets the lookup's failure if the daemon does not answer."""
         if not self._direct:  # these were looked up
             return asked
         known = self._client.lookup(self._shape.ns, asked, range_=part, context=lookup.context, deadline=lookup.left)
-        if not self.heartbeat.judge(known.reason):
-            lookup.failed = label(known.reason)
+        if not self.heartbeat.judge(known):
+            lookup.failed = label(known)
         return asked[:known]

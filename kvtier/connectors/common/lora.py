@@ -1,5 +1,4 @@
-"""Which weights an adapter's name means. Not thread-safe: one scheduler asks. Reads an adapter's files whole when it
-first sees it."""
+"""Which weights an adapter's name means. Reads an adapter's files whole when it first sees it. Not thread-safe."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Copies between an engine's cache and the store, in threads. The engine waits for a load only if a step needs it, and
-for a save never.
+"""Copies between an engine's cache and the store, in threads. The engine waits only for loads that its next step needs.
 
 Each block's copy is one act under a lock. Whoever takes an engine block away (a fence, a deadline, a cancelled request)
 does so under that lock: a copy that has begun ends first, one that has not never begins. So no copy reads a block that
@@ -24,7 +23,7 @@ from kvtier.connectors.common.jobs import Load, Save
 from kvtier.connectors.common.lookups import Heartbeat, label
 from kvtier.connectors.common.worker_pool import PendingAnswers, WorkerPool, WorkItem
 from kvtier.format.layout import Extents, Range
-from kvtier.protocol.v1 import kvtier_pb2 as pb
+from kvtier.protocol.stops import Stop
 
 LOAD_SECONDS = 5.0  # a load between steps that takes longer has failed
 SYNC_SECONDS = 1.0  # as long may a load hold up the step that needs it
@@ -39,8 +38,7 @@ log = logging.getLogger(__name__)
 
 
 class Cache(Protocol):
-    """One group of the engine's caches on this rank, `extents` being its place in a block. `saver`: whether this rank
-    saves it."""
+    """One group of the engine's caches on this rank. `extents`: its place in a block; `saver`: it is saved here."""
 
     extents: Extents
     saver: bool
@@ -56,8 +54,7 @@ class Cache(Protocol):
         """(clipped FP8 codes, the layer of a value that is not finite or "")."""
 
     def read(self, ready: Any, entries: Sequence[Sequence[int]], bodies: Sequence[Body]) -> None:
-        """Copies blocks into the engine blocks that are wanted, once `ready` has come, and returns when they are
-        there."""
+        """Copies blocks into the engine blocks that are wanted, once `ready` has come. They are there on return."""
 
 
 class _Stop(Exception):
@@ -87,8 +84,7 @@ class LoadJob:
 
 @dataclass(eq=False)
 class _SaveJob:
-    """`limit`: entries from here on may not be copied any more; `copied`: those before have been; `began`: when the
-    thread took it, or 0."""
+    """`limit`: entries from here on may not be copied; `copied`: those before have been; `began`: 0 until it runs."""
 
     save: Save
     ready: Any
@@ -105,8 +101,7 @@ class _SaveJob:
 
 class Mover:
     """Threads over one client. `caches` and `ranges` are per group, None where this rank holds nothing. `count(name,
-    value, label)` is called from any thread; `stored(id, n)` for each save: how many leading blocks of it are in the
-    store."""
+    value, label)` is called from any thread, and `stored(id, n)` for each save: its leading blocks stored."""
 
     def __init__(
         self,
@@ -136,8 +131,8 @@ class Mover:
     # -- loads
 
     def load(self, loads: Sequence[Load], ready: Any = None) -> None:
-        """Starts loads, and waits for those that the next step needs. `ready`: an event of the device after which
-        nobody reads what was in these blocks before."""
+        """Starts loads, and waits for those that the next step needs. `ready`: an event of the device after which what
+        was in these blocks is not read any more."""
         jobs = [
             LoadJob(load, time.monotonic() + (SYNC_SECONDS if load.sync else LOAD_SECONDS), [0] * len(load.runs), ready)
             for load in loads
@@ -204,11 +199,11 @@ class Mover:
                             cache.read(job.ready, run.blocks[entry : entry + len(batch)], batch)
                             entry += len(batch)
                             job.done[number] = entry
-                    got, reason, capped = len(blocks), blocks.reason, blocks.stop == pb.CAP
+                    got, capped = len(blocks), blocks.stop == Stop.CAP
                 self._count("load_bytes", got * cache.extents.body_bytes, "")
                 if at + got < len(run.hashes) and not capped:
-                    self.heartbeat.judge(reason)
-                    return label(reason)
+                    self.heartbeat.judge(blocks)
+                    return label(blocks)
                 # Our own cap, because of other loads: wait for them, until the deadline closes this one.
                 if not got and job.over.wait(0.005):
                     return ""
@@ -236,8 +231,7 @@ class Mover:
             self._saving.give(item)
 
     def fence(self, blocks: set[int]) -> None:
-        """These engine blocks get new owners now. A save that is being copied from them may end within `FENCE_SECONDS`;
-        others are cut short."""
+        """These engine blocks get new owners now. A save that copies them may end within `FENCE_SECONDS`."""
         until = time.monotonic() + FENCE_SECONDS
         with self._changed:
             while time.monotonic() < until and any(
@@ -291,8 +285,8 @@ class Mover:
                 self._ns, hashes, range_=part, context=job.save.context, deadline=CALL_SECONDS
             ) as slots:
                 if slots.reason:
-                    job.reason = label(slots.reason)
-                    self.heartbeat.judge(slots.reason)
+                    job.reason = label(slots)
+                    self.heartbeat.judge(slots)
                     return 0
                 fresh = [slot is not None for slot in slots]
                 for entry, slot in enumerate(slots, first):
@@ -303,7 +297,7 @@ class Mover:
             return self._save_batch(job, cache, first, copied) if copied else 0  # what stands before it is of use
         stored = sum(fresh[: slots.sealed])
         if slots.sealed < n:
-            job.reason = label(slots.reason)
+            job.reason = label(slots)
         self._allowance -= stored * cache.extents.body_bytes
         for name, value in (
             ("save_blocks", stored),
@@ -316,8 +310,7 @@ class Mover:
 
     def _copy(self, job: _SaveJob, cache: Cache, first: int, entry: int, slot: Body) -> int:
         """Copies one block out, as one act under the lock. Returns its clipped codes. Raises _Stop if it has a new
-        owner or a value is not finite: the batch from `first` on is then copied anew up to here, so these blocks are
-        fenced again."""
+        owner or a value is not finite: then the batch is copied anew from `first`, so these are fenced again."""
         with self._copying:
             if entry >= job.limit:
                 job.copied = first
@@ -346,8 +339,7 @@ class Mover:
     # -- the end
 
     def drain(self, seconds: float) -> None:
-        """Lets saves end for so long, then drops the rest: afterwards no thread touches the engine's memory until there
-        is new work."""
+        """Lets saves end for so long, then drops the rest: no thread touches the engine's memory then."""
         with self._changed:
             self._changed.wait_for(lambda: not self._saves, seconds)
             jobs = list(self._saves)

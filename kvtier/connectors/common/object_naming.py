@@ -33,8 +33,7 @@ _PERSON_FORM = b"kvtier.lmc.form1"
 
 @dataclass(frozen=True, slots=True)
 class ObjectForm:
-    """What one object consists of: dtype and shape of each of its tensors, which lie back to back, and their bytes in
-    all."""
+    """What an object consists of: dtype and shape of its tensors, which lie back to back, and their bytes in all."""
 
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
     nbytes: int

@@ -1,10 +1,9 @@
-"""The bytes' way: objects of LMCache into slots of the daemon and back, one copy each way, straight between its buffers
-and the mapped arena.
+"""Objects of an engine (LMCache's, or vLLM's chunks) into the daemon and back: one copy, from buffer to mapped arena.
 
 Called from the adapter's own threads, any number at once; every call to the daemon has a deadline and every method one
 of its own, after which it touches no buffer any more. Failures cost objects, never an exception: what is not there, not
-whole or not in time is left out. What lookups hold is at most an eighth of the arena, half of what a session may hold,
-so that holding never starves moving.
+whole or not in time is left out. What lookups hold is at most an eighth of the arena, half of a session's share, so
+that moving is never starved.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import numpy as np
 from kvtier.client.answers import Body, Lease
 from kvtier.client.api import Client
 from kvtier.client.copier import copy
-from kvtier.connectors.common.lookups import Heartbeat, answered, label
+from kvtier.connectors.common.lookups import Heartbeat, label
 from kvtier.connectors.common.object_naming import (
     MIN_HASH_BYTES,
     ObjectForm,
@@ -35,11 +34,11 @@ from kvtier.connectors.common.object_naming import (
 )
 from kvtier.errors import Invalid, KvtierError
 from kvtier.format.layout import Range
-from kvtier.protocol.v1 import kvtier_pb2 as pb
+from kvtier.protocol.stops import Stop
 
 CALL_SECONDS = 2.0  # deadline of one call to the daemon, the heartbeat's beat included
 STORE_SECONDS = 60.0  # for a store; LMCache's locks on its buffers last 300 s
-ROOM_SECONDS = 5.0  # ... of which so long without finding room: then the rest is dropped
+PLACE_SECONDS = 5.0  # ... of which so long without finding a place: then the rest is dropped
 LOAD_SECONDS = 10.0  # for a load, with what has to come up from a lower tier
 BATCH_BYTES = 64 << 20  # reserved or leased at once
 HELD_SHARE = 8  # lookups hold at most this part of the arena
@@ -104,8 +103,8 @@ class ObjectTransfer:
         elif not self._arena:
             try:
                 self._arena = int(self._client.status(deadline=CALL_SECONDS)["arena_bytes"])
-            except KvtierError as error:
-                self.heartbeat.judge(str(error))
+            except KvtierError:
+                self.heartbeat.lost()
         return self._arena
 
     def _batch(self, space: Space) -> int:
@@ -117,8 +116,8 @@ class ObjectTransfer:
     def bundles(
         self, keys: Sequence[Any], forms: Sequence[ObjectForm | Space | None], objects: Sequence[Any] | None = None
     ) -> list[Bundle]:
-        """The keys by namespace and context, in order. Left out: what has no namespace or safe hash, objects of another
-        size than their shapes."""
+        """The keys by namespace and context, in order. Left out: what has no namespace, no safe hash or another
+        size."""
         found: dict[tuple[int, bytes], Bundle] = {}
         for at, (key, form) in enumerate(zip(keys, forms, strict=True)):
             space = self._spaces.find(key.model_name, form) if isinstance(form, ObjectForm) else form
@@ -143,8 +142,8 @@ class ObjectTransfer:
         space.introduced = True
         try:
             lines = self._client.explain(space.registered.description, deadline=CALL_SECONDS)
-        except KvtierError as error:
-            self.heartbeat.judge(str(error))
+        except KvtierError:
+            self.heartbeat.lost()
             return
         for line in lines[:MAX_LINES]:
             log.info("kvtier: namespace %s is new here: %s", space.registered.digest.hex()[:16], line)
@@ -156,14 +155,13 @@ class ObjectTransfer:
     # -- store
 
     def store(self, bundle: Bundle, until: float, stored: Callable[[Space, Sequence[Item]], None]) -> int:
-        """Stores a bundle's items in order, until that time, and tells `stored` of each batch. How many are in the
-        daemon now, from the front."""
+        """Stores a bundle's items in order, until that time, and tells `stored` of each batch. Returns how many."""
         space, context, items = bundle
-        room, size, done = time.monotonic() + ROOM_SECONDS, self._batch(space), 0
+        place, size, done = time.monotonic() + PLACE_SECONDS, self._batch(space), 0
         while done < len(items) and self.heartbeat.healthy and not self.closing.is_set() and time.monotonic() < until:
             batch = items[done : done + size]
             try:
-                got, reason = self._fill(space, context, batch)
+                got, why = self._fill(space, context, batch)
             except Invalid as error:  # one block alone is more than a session may hold
                 self._count("store_dropped_too_large", len(items) - done)
                 log.warning("kvtier: objects are not stored: %s", error)
@@ -171,11 +169,11 @@ class ObjectTransfer:
             if got:
                 stored(space, batch[:got])
                 done += got
-                room = time.monotonic() + ROOM_SECONDS
+                place = time.monotonic() + PLACE_SECONDS
             if got == len(batch):
                 continue
-            if not reason.startswith("full") or time.monotonic() > room:
-                self._count(f"store_dropped_{label(reason)}", len(items) - done)
+            if why != "full" or time.monotonic() > place:
+                self._count(f"store_dropped_{why}", len(items) - done)
                 break
             if len(batch) > 1:
                 size = max(1, len(batch) // 2)
@@ -184,16 +182,16 @@ class ObjectTransfer:
         return done
 
     def _fill(self, space: Space, context: bytes, items: Sequence[Item]) -> tuple[int, str]:
-        """Reserves, copies and seals: (how many leading items are stored, the reason why not all)."""
-        got, reason = len(items), ""
+        """Reserves, copies and seals: (how many leading items are stored, why not all, as `label` has it)."""
+        got, why = len(items), ""
         for part, (low, high) in zip(space.ranges, space.cuts, strict=True):
             hashes = b"".join(item.hash for item in items[:got])
             with self._client.fill(
                 space.registered, hashes, range_=part, context=context, deadline=CALL_SECONDS
             ) as slots:
                 if slots.reason:
-                    self.heartbeat.judge(slots.reason)
-                    return 0, slots.reason
+                    self.heartbeat.judge(slots)
+                    return 0, label(slots)
                 pairs = [
                     (slot, item.view[low:high])
                     for slot, item in zip(slots, items, strict=False)
@@ -203,19 +201,18 @@ class ObjectTransfer:
                 for slot, _ in pairs:
                     slot[high - low :] = 0
             if slots.sealed < got:
-                got, reason = slots.sealed, slots.reason
+                got, why = slots.sealed, label(slots)
             if not got:
                 break
-        return got, reason
+        return got, why
 
     # -- lookup
 
     def known(self, space: Space, context: bytes, hashes: Sequence[bytes], stop: int = 0) -> list[int] | None:
-        """Which of these the daemon has whole, in any tier. None: it does not answer. `stop` = pb.MISS: it has said
-        that the first is not there."""
+        """Which of these the daemon has whole, in any tier. None: no answer. `stop` = MISS: the first is absent."""
         found: list[int] = []
         first_missing = 0
-        if stop != pb.MISS:
+        if stop != Stop.MISS:
             leading = self._leading(space, context, [hashes])
             if leading is None:
                 return None
@@ -234,7 +231,7 @@ class ObjectTransfer:
             return [0] * len(lists)
         runs: list[tuple[Range, bytes]] = [(part, b"".join(hashes)) for hashes in lists for part in space.ranges]
         answers = self._client.lookup_runs(space.registered, runs, context=context, deadline=CALL_SECONDS)
-        if not all(self.heartbeat.judge(answer.reason) for answer in answers):
+        if not all(self.heartbeat.judge(answer) for answer in answers):
             return None
         each = len(space.ranges)
         return [min(answers[at : at + each]) for at in range(0, len(answers), each)]
@@ -242,11 +239,10 @@ class ObjectTransfer:
     def hold(
         self, space: Space, context: bytes, hashes: Sequence[bytes], held_bytes: int
     ) -> tuple[list[Lease], int, int | None]:
-        """Leases leading blocks, as far as there is room beside `held_bytes`, and starts to bring up those behind that
-        are cold.
+        """Leases leading blocks, as far as `held_bytes` leave a place, and starts to bring up cold ones behind.
 
-        (the leases, one for each piece; how many blocks each has at least; where the next one stands: pb.MISS, another
-        stop, 0 where it was not asked for, None where the daemon does not answer)
+        (the leases, one for each piece; how many blocks each has at least; where the next one stands: Stop.MISS,
+        another stop, 0 where it was not asked for, None where the daemon does not answer)
         """
         most = max(0, self._arena_bytes() // HELD_SHARE - held_bytes) // space.slot_bytes
         leases: list[Lease] = []
@@ -259,10 +255,10 @@ class ObjectTransfer:
             if len(lease) == held:
                 continue
             held, stop = len(lease), lease.stop
-            if not self.heartbeat.judge(lease.reason):
+            if not self.heartbeat.judge(lease):
                 self.release(leases)
                 return [], 0, None
-            if stop == pb.COLD:
+            if stop == Stop.COLD:
                 self._fetch(space, context, hashes[held:])
         if not held:
             self.release(leases)
@@ -279,38 +275,34 @@ class ObjectTransfer:
         ahead = b"".join(hashes[: max(1, FETCH_AHEAD // len(space.ranges))])
         for part in space.ranges:
             self.heartbeat.judge(
-                self._client.prefetch(
-                    space.registered, ahead, range_=part, context=context, deadline=CALL_SECONDS
-                ).reason
+                self._client.prefetch(space.registered, ahead, range_=part, context=context, deadline=CALL_SECONDS)
             )
 
     # -- load
 
     def load(self, bundle: Bundle, until: float) -> tuple[list[Item], list[Item]]:
-        """Copies a bundle's items into their buffers, until that time: (those that are whole in theirs, those that the
-        daemon has no more)."""
+        """Copies a bundle's items into their buffers, until that time: (those that are whole, those that are lost)."""
         space, context, left = bundle
         pause, size = PAUSE, self._batch(space)
         good: list[Item] = []
         lost: list[Item] = []
         while left and self.heartbeat.healthy and not self.closing.is_set() and time.monotonic() < until:
-            got, stop, reason = self._read(space, context, left[:size])
+            got, short = self._read(space, context, left[:size])
             good += left[:got]
-            whole = got == len(left[:size])
             left = left[got:]
-            if whole:
+            if short is None:
                 continue
-            if not answered(reason):
-                self.heartbeat.judge(reason)
-            elif stop == pb.COLD:
+            if not self.heartbeat.judge(short):
+                break
+            if short.stop == Stop.COLD:
                 pause = PAUSE if got else min(LONGEST_PAUSE, 2 * pause)
                 self._fetch(space, context, [item.hash for item in left])
                 self.closing.wait(pause)
-            elif stop == pb.CAP:
+            elif short.stop == Stop.CAP:
                 self.closing.wait(0.0 if got else 0.005)  # our own loads hold all we may: they end
             else:
                 self.closing.wait(PAUSE)
-                known = self.known(space, context, [item.hash for item in left], stop)
+                known = self.known(space, context, [item.hash for item in left], short.stop)
                 if known is None:
                     break
                 there = {left[at].at for at in known}
@@ -318,9 +310,9 @@ class ObjectTransfer:
                 left = [item for item in left if item.at in there]
         return good, lost
 
-    def _read(self, space: Space, context: bytes, items: Sequence[Item]) -> tuple[int, int, str]:
-        """Leases and copies: (how many leading items are whole in their buffers, where and why the lease stopped)."""
-        got, stop, reason = len(items), 0, ""
+    def _read(self, space: Space, context: bytes, items: Sequence[Item]) -> tuple[int, Lease | None]:
+        """Leases and copies: (how many leading items are whole in their buffers, the lease that has less)."""
+        got, short = len(items), None
         self.release_spent()
         for part, (low, high) in zip(space.ranges, space.cuts, strict=True):
             hashes = b"".join(item.hash for item in items[:got])
@@ -331,16 +323,15 @@ class ObjectTransfer:
                 pairs = zip(items, blocks, strict=False)
                 copy((item.view[low:high], body[: high - low]) for item, body in pairs if item.view is not None)
                 if len(blocks) < got:
-                    got, stop, reason = len(blocks), blocks.stop, blocks.reason
+                    got, short = len(blocks), blocks
             finally:
                 self._spent.append(blocks)
             if not got:
                 break
-        return got, stop, reason
+        return got, short
 
     def release_spent(self) -> None:
-        """Ends the leases of loads. Called once their task is answered: it costs a call that LMCache need not wait
-        for."""
+        """Ends the leases of loads. Called once their task is answered: the engine need not wait for this call."""
         while self._spent:
             try:
                 lease = self._spent.popleft()
@@ -356,9 +347,7 @@ class ObjectTransfer:
         hashes = b"".join(item.hash for item in items)
         return all(
             self.heartbeat.judge(
-                self._client.delete(
-                    space.registered, hashes, range_=part, context=context, deadline=CALL_SECONDS
-                ).reason
+                self._client.delete(space.registered, hashes, range_=part, context=context, deadline=CALL_SECONDS)
             )
             for part in space.ranges
         )

@@ -35,8 +35,7 @@ def refusal(reason: str) -> str:
 
 
 def read_reports(reports: Mapping[RankId, str]) -> dict[RankId, dict[str, Any]]:
-    """The ranks' reports as data. Raises Invalid with the first rank's reason if one refuses, and for a world that is
-    not a full rectangle."""
+    """The ranks' reports as data. Raises Invalid with a rank's reason to refuse, and if not every rank has reported."""
     data = {rank: json.loads(text) for rank, text in sorted(reports.items())}
     for rank, said in data.items():
         if "refused" in said:
@@ -48,8 +47,7 @@ def read_reports(reports: Mapping[RankId, str]) -> dict[RankId, dict[str, Any]]:
 
 
 def merge(data: dict[RankId, dict[str, Any]], engine_blocks: int, **common: Any) -> EngineNamespace:
-    """The namespace of all ranks. Raises Invalid, naming rank and field, where ranks disagree on what they must
-    share."""
+    """The namespace of all ranks. Raises Invalid, with rank and field, where ranks disagree on what they share."""
     first = next(iter(data.values()))
     for rank, said in data.items():
         for name in ("physical", "backend", "packing", "mode"):
@@ -122,8 +120,7 @@ def merge(data: dict[RankId, dict[str, Any]], engine_blocks: int, **common: Any)
 
 
 def _key(rank: RankId, kind: str, name: str) -> tuple[int, str]:
-    """What a layer is, across ranks: opaque bytes differ on every tensor rank, so there each rank has layers of its
-    own."""
+    """What a layer is, across ranks: opaque bytes differ on tensor ranks, so there each has layers of its own."""
     return (rank[1] if kind == "opaque" else 0, name)
 
 

@@ -24,8 +24,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WorkItem(Generic[R]):
-    """`run` does it; `end` takes what it returned, or `failed`. It is not begun after `until`. `size`: what it takes of
-    the queue's limit."""
+    """`run` does it; `end` takes what it returned, or `failed`. Not begun after `until`. `size`: of the limit."""
 
     run: Callable[[], R]
     end: Callable[[R], None]

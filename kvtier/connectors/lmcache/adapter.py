@@ -1,5 +1,4 @@
-"""The L2 adapter that LMCache's storage manager drives: it queues tasks, answers them and keeps the inventory;
-`ObjectTransfer` moves the bytes.
+"""The L2 adapter that LMCache's storage manager drives: tasks, answers, inventory. `ObjectTransfer` moves the bytes.
 
 Its one rule: nothing here waits for the daemon on LMCache's threads, and nothing raises. Each task's id is answered
 exactly once, by a failure where need be. `delete` alone waits, at most DELETE_SECONDS, as LMCache reads the usage right
@@ -42,8 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class KvtierL2Adapter(L2AdapterInterface):
-    """See `docs/lmcache.md`. Made by LMCache, with settings that `KvtierL2AdapterConfig` has checked, or with the plain
-    parameters."""
+    """See `docs/lmcache.md`. Made by LMCache, with checked settings or plain parameters."""
 
     config_class_name = "KvtierL2AdapterConfig"
 
@@ -151,8 +149,7 @@ class KvtierL2Adapter(L2AdapterInterface):
         return bitmap
 
     def _hold(self, space: Space, context: bytes, items: Sequence[Item]) -> list[int] | None:
-        """Which of the items the daemon has; what of them it has warm from the first on is held. None: it does not
-        answer."""
+        """Which of the items the daemon has; the leading warm ones are held. None: it does not answer."""
         hashes = [item.hash for item in items]
         leases, held, stop = self._traffic.hold(space, context, hashes, self._holds.nbytes)
         if stop is None:

@@ -1,5 +1,4 @@
-"""The settings of the LMCache adapter, from `adapter_params`: read once, checked, refused by name. Reads the
-description files; no other I/O."""
+"""The settings of the LMCache adapter, from `adapter_params`: checked, refused by name. Reads the description files."""
 
 from __future__ import annotations
 
@@ -43,7 +42,8 @@ class KvtierL2AdapterConfig(L2AdapterConfigBase):
             raise Invalid(
                 "kvtier does not store what has no identity: LMCache's key holds neither revision nor dtype nor "
                 "scales. Write "
-                '"namespaces": {"MODEL AS LMCACHE NAMES IT": "FILE"} with a file that `kvtier namespace MODEL --save FILE` has written'
+                '"namespaces": {"MODEL AS LMCACHE NAMES IT": "FILE"} with a file that '
+                "`kvtier namespace MODEL --save FILE` has written"
             )
         if len(files) > MAX_MODELS:
             raise Invalid(f"namespaces has at most {MAX_MODELS} models, not {len(files)}")

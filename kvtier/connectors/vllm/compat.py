@@ -1,5 +1,4 @@
-"""The one place that knows which vLLM versions there are. The connector is written against 0.32 and 0.33, whose
-interfaces differ in additions only:
+"""Which vLLM versions there are. The connector is written against 0.32 and 0.33, which differ in additions only:
 
 0.33 adds supports_sleep_mode, unregister_kv_caches and restore_kv_caches, and gives the configuration
 num_hash_lookahead_tokens. A test compares the signatures of the installed version with what was recorded of both.
@@ -16,8 +15,7 @@ log = logging.getLogger(__name__)
 
 
 def prepare() -> None:
-    """Lets our log go where vLLM's goes, and says so where the connector meets a version that nobody has tried it
-    with."""
+    """Lets kvtier's log go where vLLM's goes, and warns of a version that the connector is not tested with."""
     ours, theirs = logging.getLogger("kvtier"), logging.getLogger("vllm")
     if not ours.handlers and theirs.handlers:
         ours.handlers, ours.propagate = theirs.handlers, False

@@ -1,5 +1,4 @@
-"""The class that vLLM loads, once as the scheduler's half and once in every worker. Here stands only which call goes
-where.
+"""The class that vLLM loads, once as the scheduler's half and once in every worker. It says which call goes where.
 
 Nothing in it raises for a fault of the daemon. It raises at the start, for settings that are wrong.
 """

@@ -1,5 +1,4 @@
-"""What a rank has really loaded: its KV caches as pages that can be copied, and the report that the namespace is made
-of.
+"""What a rank has really loaded: its KV caches as pages that can be copied, and the report for the namespace.
 
 Every layer is looked at by itself: its spec, its tensor, its backend, its live scales; no global setting is believed.
 What is not known to be plain K and V becomes an opaque run of bytes whose digest says what wrote it. What kvtier does
@@ -31,8 +30,8 @@ from kvtier.errors import Invalid
 from kvtier.format.identity import canonical_json, f32_hex
 from kvtier.format.layout import FP8, Part
 
-# Backends whose page is [heads, tokens, K | V] in plain numbers: read in their source (vLLM 0.32, 0.33). MLA: [1,
-# tokens, latent].
+# Backends whose page is [heads, tokens, K | V] in plain numbers, by their source (vLLM 0.32, 0.33). MLA: [1, tokens,
+# latent].
 PLAIN = frozenset(("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"))
 DUAL = "CUSTOM"  # kvtier's own, whose page is the same; elsewhere a CUSTOM backend is one that nobody knows
 PLAIN_LATENT = frozenset(("FLASHMLA", "TRITON_MLA", "CUTLASS_MLA", "FLASHINFER_MLA", "FLASH_ATTN_MLA"))
@@ -125,8 +124,7 @@ def inspect(
 def _quantizing(
     group: GroupCaches, in_place: bool, page_flags: torch.Tensor | None, kv_caches: dict[str, torch.Tensor]
 ) -> quantizing.QuantizedCaches:
-    """The same caches, whose blocks are FP8 outside. Raises Invalid where rows do not stand on multiples of 16
-    elements."""
+    """The same caches, with FP8 blocks outside. Raises Invalid where rows do not stand on multiples of 16 elements."""
     first = group.layers[0]
     cache, native = kv_caches[first[0]], first[1][0].part.dtype
     if cache.device.type == "cpu":
@@ -210,7 +208,8 @@ class _Layer:
             self.format = f"latent ({own_format})"
             return [self._part("latent", spec.head_size, cache, "k")]
         if self.dtype and self.backend == CPU and self.kind == "attention" and spec.head_size == spec.head_size_v:
-            self.format = f"{CPU} {self.module.isa}, {self.dtype}, {cache.shape[1]} heads of {spec.head_size}, {spec.block_size} tokens"
+            sizes = f"{cache.shape[1]} heads of {spec.head_size}, {spec.block_size} tokens"
+            self.format = f"{CPU} {self.module.isa}, {self.dtype}, {sizes}"
             halves = cache.view(cache.shape[0], cache.shape[1], 2 * cache.shape[2], -1).chunk(2, dim=2)
             return [self._part(name, spec.head_size, half, name) for name, half in zip("kv", halves, strict=True)]
         if plain:
@@ -247,8 +246,7 @@ class _Layer:
         return PartCache(Part("bytes", cells[0].numel() * (self.spec.block_size // cache.shape[2]), "u8"), cells)
 
     def shape(self, config: Any, tp_rank: int) -> dict[str, Any]:
-        """What all layers of a group share, with this rank's heads. Raises Invalid where heads do not divide as vLLM
-        divides them."""
+        """What a group's layers share, with this rank's heads. Raises Invalid where heads divide otherwise."""
         spec, tp = self.spec, config.parallel_config.tensor_parallel_size
         if getattr(spec, "attention_chunk_size", None) is not None:
             raise Invalid(f"layer {self.name}: chunked local attention is not kept by kvtier")

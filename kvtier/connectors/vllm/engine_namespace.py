@@ -1,5 +1,4 @@
-"""The namespace of a running engine: what its ranks have loaded, merged, with what only the engine's configuration
-says."""
+"""The namespace of a running engine: what its ranks have loaded, merged, and what its configuration says."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ from kvtier.models.checkpoint import settings_of
 
 
 class Naming:
-    """Made when the ranks have reported: reads weights' fingerprints then, so it may block on disk. Raises Invalid
-    where there is no identity."""
+    """Made when the ranks have reported. Reads weights' fingerprints, so it may block on disk. Raises Invalid."""
 
     def __init__(self, config: Any, settings: VllmSettings, reports: dict[RankId, str]) -> None:
         self._config, self._settings = config, settings

@@ -1,5 +1,4 @@
-"""KV events in vLLM's form: a block is announced once every rank that holds a part of it has stored it. Evictions are
-not announced."""
+"""KV events in vLLM's form: a block is announced once all its ranks have stored it. Evictions are not announced."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ class Expected:
         self._ready: list[BlockStored] = []
 
     def add(self, save: Save, request: Any, start: int, tokens: int, parent: bytes | None) -> None:
-        """A save is on its way: consecutive blocks of `tokens` tokens from token `start` on, after the block with hash
-        `parent`."""
+        """A save is on its way: blocks of `tokens` tokens from token `start` on, after the block with hash `parent`."""
         lora, hashes = request.lora_request, save.run.hashes
         event = BlockStored(
             block_hashes=[maybe_convert_block_hash(hash_) for hash_ in hashes],

@@ -1,5 +1,4 @@
-"""What the connector's halves tell each other: plans go from the scheduler to every worker with each step, reports come
-back with its output."""
+"""What the halves tell each other: plans go to every worker with each step, reports come back with its output."""
 
 from __future__ import annotations
 

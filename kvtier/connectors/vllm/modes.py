@@ -34,13 +34,15 @@ def check(mode: str, config: Any, kv_config: Any) -> None:
 def _config_refusal(mode: str, config: Any, kv_config: Any) -> str:
     cache, parallel = config.cache_config, config.parallel_config
     if cache.cache_dtype not in ("auto", "bfloat16", "float16"):
-        return f"the cache is kept as {cache.cache_dtype}; this mode quantizes a BF16 or FP16 cache (an FP8 cache is stored as it is)"
+        kept = f"the cache is kept as {cache.cache_dtype}"
+        return f"{kept}; this mode quantizes a BF16 or FP16 cache (an FP8 cache is stored as it is)"
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         return "context parallelism spreads the tokens of a block over ranks"
     sizes = {group.kv_cache_spec.block_size for group in kv_config.kv_cache_groups}
     hash_size = kv_config.hash_block_size or cache.hash_block_size
     if mode == "dual" and hash_size is not None and sizes != {hash_size}:
-        return f"hash_block_size is {hash_size} and blocks have {sorted(sizes)} tokens: a hit inside a block would be copied and then written to"
+        found = f"hash_block_size is {hash_size} and blocks have {sorted(sizes)} tokens"
+        return f"{found}: a hit inside a block would be copied and then written to"
     return ""
 
 

@@ -1,5 +1,4 @@
-"""The scheduler's half: what to promise, what to load, what to save. One rule: nothing here waits for the daemon but
-`LookupQueue.ask`, for 1 ms.
+"""The scheduler's half: what to promise, load and save. Only `LookupQueue.ask` waits for the daemon, for 1 ms.
 
 Per request it keeps a lookup (and what is held for it), one load at a time, and how far saving has been planned. A
 promise is made for blocks that are held; a load that fails is remembered for the request's life and not tried again.
@@ -136,8 +135,7 @@ class SchedulerHalf:
         self._requests[request.request_id] = RequestState(request, self._context(request), [0] * len(self._tokens))
 
     def _context(self, request: Any) -> bytes | None:
-        """The request context. None where the request cannot be cached: its adapter's weights are not known for
-        certain."""
+        """The request context. None: not cached, as its adapter's weights are not known for certain."""
         if request.resumable:
             return None
         adapter = b""
@@ -153,8 +151,8 @@ class SchedulerHalf:
         return request_context(adapter, request.cache_salt)
 
     def match(self, request: Any, local: int) -> tuple[int | None, bool]:
-        """Tokens that can be loaded beyond the first `local`, and whether between steps. (None, False): ask later. No
-        side effect on the engine."""
+        """(tokens to load beyond the first `local`, whether between steps); (None, False): ask later. No side
+        effect."""
         asked = self._requests.get(request.request_id)
         if (
             asked is None
@@ -298,8 +296,7 @@ class SchedulerHalf:
         return fence
 
     def _saves(self, output: Any) -> list[tuple[RequestState, Save]]:
-        """Blocks that are full after this step and were not planned before, local hits among them (what is stored
-        already costs a question)."""
+        """Blocks that are full after this step and not planned yet, local hits too: what is stored costs a question."""
         saves = []
         cached = output.scheduled_cached_reqs
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
@@ -411,8 +408,7 @@ class SchedulerHalf:
         return None if stats.is_empty() else stats
 
     def reset(self) -> bool:
-        """Nothing from before is served or added to any more: all that follows is under a context of this engine's
-        own."""
+        """Nothing from before is served or added to any more: what follows is under a context of this engine's own."""
         self._generation = os.urandom(32)
         for asked in self._requests.values():
             self._drop(asked)

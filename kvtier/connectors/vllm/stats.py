@@ -1,5 +1,4 @@
-"""What the connector counts, in vLLM's form: numbers that ranks and steps add up, and the Prometheus counters made of
-them.
+"""What the connector counts, in vLLM's form: sums over ranks and steps, and the Prometheus counters made of them.
 
 Values travel as one flat dict: "name" or "name:label".
 """

@@ -55,8 +55,7 @@ class VllmSettings:
 
 
 def read(extra: Mapping[str, Any], load_failure_policy: str) -> VllmSettings:
-    """Settings from vLLM's extra config. Raises Invalid, saying what to write, also where the engine's failure policy
-    was not thought about."""
+    """Settings from vLLM's extra config. Raises Invalid, also for vLLM's default failure policy."""
     known = [field.name for field in fields(VllmSettings)]
     if unknown := sorted(map(str, set(extra) - set(known))):
         raise Invalid(
@@ -67,7 +66,7 @@ def read(extra: Mapping[str, Any], load_failure_policy: str) -> VllmSettings:
         raise Invalid(
             f"kv_load_failure_policy is {load_failure_policy!r} (vLLM's default): a block that was lost would end its "
             "request with an error. "
-            'Write "kv_load_failure_policy": "recompute" in the kv_transfer_config; or, if that is meant, "fail_policy": "accept" in its '
-            "kv_connector_extra_config"
+            'Write "kv_load_failure_policy": "recompute" in the kv_transfer_config; or, if that is meant, '
+            '"fail_policy": "accept" in its kv_connector_extra_config'
         )
     return settings

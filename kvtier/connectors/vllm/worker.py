@@ -1,5 +1,5 @@
-"""The worker's half: what this rank has loaded, and a mover for it once the scheduler half has sent the namespace.
-Before that nothing is saved, and every load fails at once. Called by one rank's model runner, from one thread."""
+"""The worker's half: this rank's caches, and a mover for them once the scheduler has sent the namespace. Before that
+nothing is saved and every load fails. Called by the model runner, from one thread."""
 
 from __future__ import annotations
 
@@ -48,8 +48,7 @@ class WorkerHalf:
         self._stats = KvtierStats()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """The engine's caches; weights and scales are loaded by now. What cannot be kept becomes the handshake's
-        reason."""
+        """The engine's caches, with weights and scales loaded. What cannot be kept becomes the handshake's reason."""
         try:
             self._caches = inspect(self._config, self._kv_config, kv_caches, self._rank[1], self._settings.mode)
             for group in self._caches.groups:
@@ -108,8 +107,7 @@ class WorkerHalf:
         return event
 
     def results(self) -> tuple[set[str], set[str]]:
-        """Requests whose loads between steps are over, and those of them that failed and have to be recomputed as a
-        whole. Each once."""
+        """Requests whose loads between steps are over, and those to be recomputed as a whole. Each once."""
         over = [(load, 0, True) for load in self._refused]
         self._refused = []
         if self.mover is not None:

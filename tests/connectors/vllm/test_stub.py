@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
+from kvtier.client.answers import Answer
 from kvtier.client.api import Client
 from kvtier.connectors.common.lookups import Heartbeat, label
 from kvtier.connectors.vllm import worker
@@ -370,8 +371,9 @@ def test_only_a_daemon_that_does_not_answer_counts_as_away() -> None:
     }
     for reason, name in {**said, **silent}.items():
         heartbeat = Heartbeat(Client("/nowhere"), "test")
-        assert label(reason) == name
-        assert heartbeat.judge(reason) == heartbeat.healthy == (reason in said)
+        answer = Answer(0, reason)
+        assert label(answer) == name
+        assert heartbeat.judge(answer) == heartbeat.healthy == (reason in said)
 
 
 def test_a_failed_load_with_several_groups_starts_over(config: Any, store: Daemon) -> None:

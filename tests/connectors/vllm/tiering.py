@@ -47,7 +47,7 @@ LAYERS, HEADS, WIDTH, TOKENS = 2, 2, 64, 32
 NBYTES = LAYERS * HEADS * 2 * WIDTH * TOKENS  # of a block in FP8
 _LIMITS: dict[str, Any] = {
     "CALL_SECONDS": objects,
-    "ROOM_SECONDS": objects,
+    "PLACE_SECONDS": objects,
     "LOOKUP_SECONDS": transfers,
     "LOAD_SECONDS": offload_tier,
     "STORE_SECONDS": offload_tier,

@@ -27,7 +27,8 @@ ON_CPU = "kvtier.connectors.vllm.backend.cpu.CpuDualBackend"
 
 
 def register() -> None:
-    """Called by vLLM, in one process several times. Chooses nothing on a GPU; a CUSTOM backend that somebody else has registered stays."""
+    """Called by vLLM, in one process several times. Chooses nothing on a GPU; a CUSTOM backend that somebody else has
+    registered stays."""
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 

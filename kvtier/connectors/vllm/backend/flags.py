@@ -5,8 +5,7 @@ clears it, in the kernel, and nothing else does but a restore, which sets it las
 cache keeps it. Page 0 is never restored (blocks outside a sliding window have that id). The tensor's address never
 changes once the caches are registered: graphs are captured after that, and read it.
 
-Not thread-safe as a whole: tensors are made by the engine's thread, single bytes written by it and by the mover's
-threads, of pages they own.
+Not thread-safe as a whole: the engine's thread makes tensors; it and the mover's threads write bytes of pages they own.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ watch: Callable[[torch.Tensor, torch.Tensor], None] | None = (
 
 
 def of(cache: torch.Tensor) -> torch.Tensor:
-    """The flags of a layer's cache [pages, ...]. Before `fix` they follow its size: a profiling run has a cache of its
-    own."""
+    """The flags of a layer's cache [pages, ...]. Before `fix` they follow its size, as a profiling run does."""
     global _flags
     if _flags is None or _flags.shape[0] != cache.shape[0] or _flags.device != cache.device:
         if _fixed:
@@ -36,8 +34,7 @@ def of(cache: torch.Tensor) -> torch.Tensor:
 
 
 def fix(cache: torch.Tensor) -> torch.Tensor:
-    """The flags from now on, all 0: the engine has its caches. Called again for new ones (after a sleep) it starts
-    anew."""
+    """The flags from now on, all 0: the engine has its caches. Starts anew for new ones (after a sleep)."""
     global _fixed
     _fixed = False
     flags = of(cache)

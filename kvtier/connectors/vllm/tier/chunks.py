@@ -1,5 +1,4 @@
-"""Which namespace and block a chunk of vLLM's CPU offloading is, and whether the operator's description is that of this
-engine.
+"""Which namespace and block a chunk of vLLM's CPU offloading is, and whether the description given fits the engine.
 
 A tier of vLLM sees a name of a model, sizes and bytes; not its weights, scales or revision. That comes from the
 description that the operator gives (`kvtier namespace`); it is a field of the namespace by its digest, beside all that
@@ -38,8 +37,7 @@ class TierSettings:
     namespace   file with the description of what this engine serves, as `kvtier namespace MODEL --save FILE` writes it;
                 required
     socket      the daemon's socket
-    check       "sampled" or "full": how the weights that vLLM names are compared with the description; "off": it is
-                believed
+    check       "sampled" or "full": how vLLM's weights are compared with the description; "off": it is believed
     """
 
     description: Description
@@ -48,8 +46,7 @@ class TierSettings:
 
 
 def read(said: Mapping[str, Any]) -> TierSettings:
-    """Settings out of a tier's configuration. Raises Invalid, saying what to write: above all where no namespace is
-    given."""
+    """Settings out of a tier's configuration. Raises Invalid, saying what to write."""
     if unknown := sorted(map(str, set(said) - set(KNOWN))):
         raise Invalid(f"the tier has no setting {', '.join(unknown)[:200]}; there are {', '.join(KNOWN)}")
     file, socket, check = said.get("namespace"), said.get("socket", str(default_socket())), said.get("check", "sampled")
@@ -57,7 +54,8 @@ def read(said: Mapping[str, Any]) -> TierSettings:
         raise Invalid(
             "kvtier does not store what has no identity: a tier of vLLM is told neither revision nor scales of the "
             "model. Write "
-            '"namespace": "FILE" beside "type" and "module_path", with a file that `kvtier namespace MODEL --save FILE` has written'
+            '"namespace": "FILE" beside "type" and "module_path", with a file that '
+            "`kvtier namespace MODEL --save FILE` has written"
         )
     if not isinstance(socket, str) or not socket:
         raise Invalid(f"socket is a path, not {socket!r:.80}")
@@ -116,16 +114,14 @@ class Engine:
 
 
 class ChunkSpace(Space):
-    """The namespace of an engine's chunks: of opaque bytes, in pieces where a chunk is larger than a block may be.
-    Raises Invalid."""
+    """The namespace of an engine's chunks: opaque bytes, in pieces where a chunk exceeds a block. Raises Invalid."""
 
     def __init__(self, base: Description, engine: Engine) -> None:
         self._engine = engine
         super().__init__(base, ObjectForm((), engine.chunk_bytes))
 
     def describe(self, base: Description, form: ObjectForm, pieces: Sequence[int]) -> Description:
-        """Of the operator's description what still holds for opaque bytes, all of it by its digest, and what the engine
-        says."""
+        """What holds of the operator's description for opaque bytes, all of it by digest, and what the engine says."""
         engine, base_digest = self._engine, base.digest.hex()
         settings = {**base.rope, **readable(base.scales), **engine.settings, "vllm.description": base_digest}
         digest = blake2b(
@@ -149,14 +145,12 @@ class ChunkSpace(Space):
 
 
 def content_hash(key: bytes) -> bytes:
-    """32 bytes for an offload key of vLLM: block hash and KV cache group. The cache salt and an adapter's name are in
-    the block hash already."""
+    """32 bytes for an offload key of vLLM: block hash (cache salt and adapter's name are in it) and KV cache group."""
     return blake2b(key, digest_size=32, person=_PERSON_KEY).digest()
 
 
 def compare(base: Description, engine: Engine, check: str) -> None:
-    """Raises Invalid where the description cannot be that of this engine, or nobody can tell. May read the weights'
-    fingerprint."""
+    """Raises Invalid where the description may not be that of this engine. May read weights' fingerprints."""
     if engine.platform.startswith("cpu") and base.packing is None:
         raise Invalid(
             "the namespace is that of a GPU engine, but this one computes on a CPU, which packs K by its instruction "
@@ -172,7 +166,8 @@ def compare(base: Description, engine: Engine, check: str) -> None:
         raise Invalid(f"the namespace is that of {base.model}, but vLLM serves {engine.model}: {advice}")
     else:
         _, found = resolve_revision(engine.model)
-        advice += ", or, if vLLM was given a revision, give it the directory of that revision instead: a tier is not told the revision"
+        advice += ", or, if vLLM was given a revision, give it the directory of that revision instead: "
+        advice += "a tier is not told the revision"
     if found != base.revision:
         raise Invalid(f"the namespace is that of revision {base.revision}, but {engine.model} is {found}: {advice}")
 

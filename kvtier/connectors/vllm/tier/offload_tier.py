@@ -1,5 +1,4 @@
-"""The tier that vLLM's TieringOffloadingManager drives, in the scheduler's process: it queues and answers, and its
-threads move the bytes.
+"""The tier that vLLM's TieringOffloadingManager drives in the scheduler's process. Its threads move the bytes.
 
 Its one rule: nothing here waits for the daemon on the scheduler's thread, and nothing raises for a fault of the daemon;
 only `drain_jobs` and `shutdown` wait, as vLLM wants it. Each job is answered exactly once. It raises at the start, for
@@ -50,8 +49,7 @@ class Chunk(Item):
 
 
 class KvtierTier(SecondaryTierManager):
-    """See `docs/vllm.md`. Made by vLLM's factory, with what the tier's configuration says beside `type`, `module_path`
-    and `backpressure`."""
+    """See `docs/vllm.md`. Made by vLLM's factory; `said` is the rest of the tier's configuration."""
 
     medium: ClassVar[Medium] = Medium.CPU
 
@@ -76,7 +74,7 @@ class KvtierTier(SecondaryTierManager):
             log.warning("kvtier: whether %s is what the namespace describes is not checked", engine.model)
         self._base, self._engine = settings.description, engine
         self._space: chunks.ChunkSpace | None = None
-        self._off = ""
+        self._off = False
         self._rows: Body | None = np.asarray(primary_kv_view).view(np.uint8)  # vLLM's view is of signed bytes
         self._traffic = ObjectTransfer(
             settings.socket, Spaces({settings.description.model: settings.description}), lambda *_: None, "tier"
@@ -163,22 +161,19 @@ class KvtierTier(SecondaryTierManager):
     # -- life
 
     def _ready(self) -> chunks.ChunkSpace | None:
-        """The namespace, once there are requests: vLLM fixes what its hashes start from after it has made its tiers.
-        None: the tier is off."""
+        """The namespace, once there are requests: only then is vLLM's hash seed final. None: the tier is off."""
         if self._space is None and not self._off:
             seed = get_none_hash_seed()
             if seed != DEFAULT_NONE_HASH_SEED and os.environ.get("PYTHONHASHSEED") is None:
-                self._off = "vLLM's hashes start from a random seed in each process: set PYTHONHASHSEED, or choose prefix_caching_hash_algo sha256"
-                log.warning("kvtier tier is OFF: %s", self._off)
+                self._off = True
+                log.warning(
+                    "kvtier tier is OFF: vLLM's hashes start from a random seed in each process: set PYTHONHASHSEED, "
+                    "or choose prefix_caching_hash_algo sha256"
+                )
                 return None
             self._space = chunks.ChunkSpace(self._base, replace(self._engine, seed=seed))
-            digest = self._space.registered.digest.hex()[:16]
-            log.info(
-                "kvtier tier is on: namespace %s of %s, chunks of %d bytes",
-                digest,
-                self._base.model,
-                self._space.nbytes,
-            )
+            digest, model = self._space.registered.digest.hex()[:16], self._base.model
+            log.info("kvtier tier is on: namespace %s of %s, chunks of %d bytes", digest, model, self._space.nbytes)
         return self._space
 
     def shutdown(self) -> None:

@@ -1,5 +1,4 @@
-"""Lookups and transfers of vLLM's scheduler, which must not wait: asked and submitted at once, answered later by
-threads of ours.
+"""Lookups and transfers of vLLM's scheduler, which must not wait: taken at once, answered later by threads.
 
 `ChunkLookups` ask whether a chunk is stored; each has an answer after `LOOKUP_SECONDS` at the latest, a miss where
 nobody knows. `Transfers` are jobs; each is answered exactly once, by what was moved of it, whatever happens. A job has
@@ -24,8 +23,8 @@ MAX_JOBS = 1024  # that wait, in each direction; more fail at once
 
 @dataclass(eq=False, slots=True)
 class ChunkLookup:
-    """Whether the chunk of a key is stored. `found` is None until it is known; the first answer counts. `askers`:
-    requests that still want it."""
+    """Whether the chunk of a key is stored. `found`: None until known; the first answer counts. `askers`: its
+    requests."""
 
     key: bytes
     run: tuple[str, bytes]
@@ -35,8 +34,7 @@ class ChunkLookup:
 
 
 class ChunkLookups:
-    """One thread that asks for what has gathered since the last `flush`. An answer is kept as long as a request that
-    asked for it lives.
+    """One thread that asks for what has gathered since the last `flush`. An answer lives as long as a request for it.
 
     All methods are called by the scheduler's thread. `find` is called with the keys of one request and group, in order:
     for each of them whether it is stored; None where nobody answers.
@@ -107,8 +105,7 @@ def _answer(run: list[ChunkLookup], there: frozenset[bytes]) -> None:
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """Chunks to be stored or loaded: keys and, as numbers, their rows in the CPU pool. `until`: no byte is touched
-    after that."""
+    """Chunks to be stored or loaded: keys, and their rows in the CPU pool. `until`: no byte is touched after that."""
 
     id: int
     load: bool
@@ -128,8 +125,7 @@ class Done:
 
 
 class Transfers:
-    """A queue and threads for each direction. `move` does a job and says which keys it moved; `after` is called once it
-    is answered."""
+    """A pool for each direction. `move` does a job and says which keys it moved; `after` runs once it is answered."""
 
     def __init__(self, move: Callable[[Job], list[bytes]], after: Callable[[], None], loaders: int) -> None:
         self._move = move
@@ -158,8 +154,7 @@ class Transfers:
             pool.wait()
 
     def close(self, seconds: float, end: Callable[[], None]) -> bool:
-        """Fails loads that wait and goes on storing for so long; then calls `end`, which is to end what runs. Whether
-        all threads have ended."""
+        """Fails loads that wait, stores on for so long, then calls `end` for what runs. Whether all threads ended."""
         pools, until = (self.loading, self.storing), time.monotonic() + seconds
         for pool in pools:
             pool.shut()
