@@ -67,7 +67,9 @@ class Faults(logging.Handler):
 
 
 def fuzz(name: str, inputs: int, seed: int) -> Result:
-    """Runs one target over its kept inputs and `inputs` in all. Never raises for what an input did: says it in `failure`."""
+    """Runs one target over its kept inputs and `inputs` in all. Never raises for what an input did: says it in
+    `failure`.
+    """
     rng = random.Random(f"{seed}/{name}")
     result = Result(name)
     faults = Faults()
@@ -104,10 +106,9 @@ def fuzz(name: str, inputs: int, seed: int) -> Result:
             result.growth = _memory() - baseline
             if result.growth > GROWTH:
                 raise Broken(f"grew by {result.growth} bytes")
-            if _descriptors() > descriptors + 8 or threading.active_count() > threads + 8:
-                raise Broken(
-                    f"{_descriptors()} descriptors after {descriptors}, {threading.active_count()} threads after {threads}"
-                )
+            open_now, running = _descriptors(), threading.active_count()
+            if open_now > descriptors + 8 or running > threads + 8:
+                raise Broken(f"{open_now} descriptors after {descriptors}, {running} threads after {threads}")
     except Exception:
         path = keep(name, data, FOUND)
         result.failure = f"{path}\n{traceback.format_exc()}"
@@ -169,10 +170,8 @@ def main(
     for name in names:
         found = fuzz(name, inputs if target and len(target) == 1 else share(inputs, name), seed)
         outcomes = ", ".join(f"{word} {n}" for word, n in found.outcomes.most_common())
-        print(
-            f"{name:<12} {found.inputs:>9} {found.seconds:>8.1f} {found.slowest * 1e3:>11.1f} {found.growth / 2**20:>11.1f}  {outcomes}",
-            flush=True,
-        )
+        figures = f"{found.seconds:>8.1f} {found.slowest * 1e3:>11.1f} {found.growth / 2**20:>11.1f}"
+        print(f"{name:<12} {found.inputs:>9} {figures}  {outcomes}", flush=True)
         total += found.inputs
         if found.failure:
             failed = True

@@ -1,4 +1,6 @@
-"""Targets behind which a store stands: lane frames over a real socket, messages at the handlers, gRPC requests at the door's methods."""
+"""Targets behind which a store stands: lane frames over a real socket, messages at the handlers, gRPC requests at the
+door's methods.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +115,7 @@ class Behind:
 
 
 class Messages(Target):
-    """A verb's number, then its request: what the lane and the door hand to the handlers. A second byte says who calls."""
+    """A verb's number, then its request: what both transports hand to the handlers. A second byte says who calls."""
 
     name = "message"
     weight = 20
@@ -330,7 +332,9 @@ class _Context:
 
 
 class GrpcRequests(Target):
-    """The messages of one gRPC call at the door's methods: a byte for the method, then u16 length and bytes, again and again."""
+    """The messages of one gRPC call: a byte for the method, then u16 length and bytes, again and
+    again.
+    """
 
     name = "grpc"
     weight = 10

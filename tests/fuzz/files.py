@@ -213,8 +213,10 @@ class Settings(Target):
     def first_seeds(self) -> Sequence[bytes]:
         return [
             b'arena_bytes = "64MiB"\nsocket_mode = "660"\nmetrics = 9464\n',
-            b'socket = "/tmp/kvtier-fuzz.sock"\narena_bytes = 8388608\nusers = ["uid:1000 engines write", "any guests read"]\n',
-            b'grpc = ["unix:/tmp/a.sock", "127.0.0.1:50051"]\ntoken_file = "/nowhere"\ntls_cert = "/c"\ntls_key = "/k"\ntls_client_ca = "/a"\n',
+            b'socket = "/tmp/kvtier-fuzz.sock"\narena_bytes = 8388608\n'
+            b'users = ["uid:1000 engines write", "any guests read"]\n',
+            b'grpc = ["unix:/tmp/a.sock", "127.0.0.1:50051"]\ntoken_file = "/nowhere"\n'
+            b'tls_cert = "/c"\ntls_key = "/k"\ntls_client_ca = "/a"\n',
         ]
 
     def run(self, data: bytes) -> str:

@@ -32,8 +32,9 @@ _NUMBERS = (
     2**64 - 1,
 )
 _WORDS = (
-    b"\x00", b"\xff", b"\xff\xff\xff\xff", b"\x80" * 10, b"\r\n\r\n", b"\n", b"{", b"}", b"[", b"]", b'"', b"\\", b"..", b"/",
-    b"null", b"NaN", b"-1", b"1e999", b"true", b"\xf0\x9f\x98\x80", b"\xed\xa0\x80", b"A" * 300, b"[" * 200, b"9" * 50,
+    b"\x00", b"\xff", b"\xff\xff\xff\xff", b"\x80" * 10, b"\r\n\r\n", b"\n", b"{", b"}", b"[", b"]", b'"',
+    b"\\", b"..", b"/", b"null", b"NaN", b"-1", b"1e999", b"true", b"\xf0\x9f\x98\x80", b"\xed\xa0\x80",
+    b"A" * 300, b"[" * 200, b"9" * 50,
 )  # fmt: skip
 
 
@@ -45,7 +46,8 @@ class Mutator:
         self.seeds = list(seeds)
         self._words = (*_WORDS, *words)
         self._edits: list[Callable[[bytearray], None]] = [
-            self._flip, self._byte, self._number, self._cut, self._delete, self._repeat, self._insert, self._splice, self._swap, self._decimal,
+            self._flip, self._byte, self._number, self._cut, self._delete, self._repeat, self._insert, self._splice,
+            self._swap, self._decimal,
         ]  # fmt: skip
 
     def next(self) -> bytes:

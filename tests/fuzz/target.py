@@ -30,7 +30,9 @@ class Target:
     check_every: ClassVar[int] = 500
 
     def run(self, data: bytes) -> str:
-        """Reads an input and says in a word how it was answered: "taken", or the kind of error. Raises for anything that must not happen."""
+        """Reads an input and says in a word how it was answered: "taken", or the kind of error. Raises for anything
+        that must not happen.
+        """
         raise NotImplementedError
 
     def first_seeds(self) -> Sequence[bytes]:

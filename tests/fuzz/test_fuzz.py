@@ -1,4 +1,6 @@
-"""A short round of every fuzz target, all kept inputs first; and the runner itself, which must notice what it is there for."""
+"""A short round of every fuzz target, all kept inputs first; and the runner itself, which must notice what it is there
+for.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
     python -m tests.gpu.look [--dry-run]
 
-Prints versions, and one line for everything that is missing with what cannot run without it. Exit status 1 if anything is.
+Prints versions, and one line for everything that is missing with what cannot run without it. Exit status 1 if anything
+is.
 """
 
 from __future__ import annotations
@@ -50,9 +51,8 @@ def missing(dry: bool) -> list[str]:
 
         if torch.cuda.is_available():
             free, total = torch.cuda.mem_get_info()
-            print(
-                f"{torch.cuda.get_device_name()}, sm_{''.join(map(str, torch.cuda.get_device_capability()))}, CUDA {torch.version.cuda}"
-            )
+            capability = "".join(map(str, torch.cuda.get_device_capability()))
+            print(f"{torch.cuda.get_device_name()}, sm_{capability}, CUDA {torch.version.cuda}")
             print(f"{free / 2**30:.0f} of {total / 2**30:.0f} GiB of its memory are free")
         else:
             lacking.append("a GPU that torch sees: only --dry-run can run here")

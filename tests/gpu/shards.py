@@ -1,9 +1,11 @@
-"""The tests in several processes beside each other on one GPU, as compiling takes most of their time. Needs pytest and none of its plug-ins.
+"""The tests in several processes beside each other on one GPU, as compiling takes most of their time. Needs pytest and
+none of its plug-ins.
 
     python -m tests.gpu.shards [--processes N] [--seconds S] [--also MODULE] -- PYTEST ARGUMENTS
 
-Process i of n runs every n-th test from the i-th on. At the deadline what still runs is killed and named; what failed is printed whole. `--also`
-runs one more module beside them and prints what it says. Exit status 1 if anything failed. As a plug-in of pytest this file picks a process's tests.
+Process i of n runs every n-th test from the i-th on. At the deadline what still runs is killed and named; what failed
+is printed whole. `--also` runs one more module beside them and prints what it says. Exit status 1 if anything failed.
+As a plug-in of pytest this file picks a process's tests.
 """
 
 from __future__ import annotations

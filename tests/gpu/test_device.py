@@ -1,4 +1,6 @@
-"""What only a GPU can show: bits against the CPU's reference at size, graphs that replay, streams and events, and a needle under FP8 dots."""
+"""What only a GPU can show: bits against the CPU's reference at size, graphs that replay, streams and events, and a
+needle under FP8 dots.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The images' files against the code: what they copy and start exists, the compose file's settings are settings, no torch.
+"""The images' files against the code: what they copy and start exists, the compose file's settings are real, no torch.
 
 That the server's steps give a root file system that runs is `docker/rootfs.sh`, run by hand: docs/containers.md.
 """

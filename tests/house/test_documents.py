@@ -1,4 +1,4 @@
-"""The documents against the code: the README's map, places that pages name, what rooms say of their files, file names."""
+"""The documents against the code: the README's map, places that pages name, what rooms say of their files, names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The code base itself: import contracts, who may import what, lengths, fresh generated code, commands in the documents."""
+"""The code base itself: import contracts, who may import what, fresh generated code, commands in the documents."""
 
 from __future__ import annotations
 

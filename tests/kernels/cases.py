@@ -1,4 +1,5 @@
-"""Caches whose every byte is known, and the exact answer in float64: shared by the tests of the kernels, the error table and the GPU tests.
+"""Caches whose every byte is known, and the exact answer in float64: shared by the tests of the kernels, the error
+table and the GPU tests.
 
 Caches are filled through plain torch views and `reference`, never by the kernels under test.
 """
@@ -34,7 +35,9 @@ ZEROS, NANS = 0x00, 0xFF  # bytes that slots are filled with first: 0xFF is NaN 
 def storage(
     order: str, pages: int, heads: int, tokens: int, width: int, dtype: torch.dtype, fill: int = ZEROS
 ) -> list[torch.Tensor]:
-    """[K, V], or [K|V] for "interleaved", as views [pages, heads, tokens, width] of an engine's tensor in that order, every byte `fill`."""
+    """[K, V], or [K|V] for "interleaved", as views [pages, heads, tokens, width] of an engine's tensor in that order,
+    every byte `fill`.
+    """
     shapes = {
         "NHD": (pages, 2, tokens, heads, width),
         "HND": (pages, 2, heads, tokens, width),
@@ -218,8 +221,8 @@ def exact_values(quantized: reference.Quantized, granularity: str) -> torch.Tens
 
 
 def exact_attention(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, group: int, *, window: int | None = None, cap: float = 0.0,
-    sinks: torch.Tensor | None = None, **_: Any,
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, group: int, *,
+    window: int | None = None, cap: float = 0.0, sinks: torch.Tensor | None = None, **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Softmax attention in float64, written down without any of the kernels' tricks."""
     keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)

@@ -1,4 +1,6 @@
-"""Tests of the Triton kernels, on the interpreter unless there is a GPU. Collected only where triton is installed: `make test-kernels` brings it."""
+"""Tests of the Triton kernels, on the interpreter unless there is a GPU. Collected only where triton is installed:
+`make test-kernels` brings it.
+"""
 
 from __future__ import annotations
 

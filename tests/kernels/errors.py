@@ -2,8 +2,8 @@
 
     python -m tests.kernels.errors            (TRITON_INTERPRET=1 is set where there is no GPU)
 
-Relative error is |out - exact| / |out|, the worst of the sequences; lse is the worst absolute error of the log-sum-exp. Random normal K, V and
-queries.
+Relative error is |out - exact| / |out|, the worst of the sequences; lse is the worst absolute error of the log-sum-exp.
+Random normal K, V and queries.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Why FP8 sums must be promoted: an emulation of the tensor core's accumulator of sm_90, with and without the two levels that `prefill` has by
-construction.
+"""Why FP8 sums must be promoted: an emulation of the tensor core's accumulator of sm_90, with and without the two
+levels that `prefill` has by construction.
 
-Model: the products of one step of k = 32 are exact; they and the running sum are aligned to the largest exponent among them and truncated toward
-zero to 13 fraction bits. It is a model from published reports (DeepSeek-V3, SageAttention2), not a measurement.
+Model: the products of one step of k = 32 are exact; they and the running sum are aligned to the largest exponent among
+them and truncated toward zero to 13 fraction bits. It is a model from published reports (DeepSeek-V3, SageAttention2),
+not a measurement.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ def add(total: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
 
 
 def emulate(weights: torch.Tensor, values: torch.Tensor, promoted: list[int | None]) -> torch.Tensor:
-    """weights [tokens] . values [tokens, d], once for each entry: after so many tokens the sum moves on into FP32 and starts anew. [entries, d]"""
+    """weights [tokens] . values [tokens, d], once for each entry: after so many tokens the sum moves on into FP32 and
+    starts anew. [entries, d]
+    """
     shape = (len(promoted), values.shape[1])
     high, low = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
     products = (weights[:, None] * values).reshape(-1, STEP, values.shape[1])

@@ -1,4 +1,6 @@
-"""The ahead-of-time check sees a planted fault of each class, and finds none where none was planted. The whole table: `make aot`."""
+"""The ahead-of-time check sees a planted fault of each class, and finds none where none was planted. The whole table:
+`make aot`.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""decode and prefill against float64, over head dims, groups, orders, granularities, options and block boundaries; case KVB-03 (poison in unused
-bytes)."""
+"""decode and prefill against float64, over head dims, groups, orders, granularities, options and block boundaries; case
+KVB-03 (poison in unused bytes).
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ FP16, DOTS, NATIVE_BF16 = (
     5e-2,
     5e-3,
 )  # relative: the fp16 upcast; FP8 dots; bf16 multiplied as bf16, in a cache that never holds FP8
-# Absolute, natural log. Tensor cores align the products of a step before they add them: on a GPU the f32 sum of a logit is a little coarser.
+# Absolute, natural log. Tensor cores align the products of a step before they add them: on a GPU the f32 sum of a logit
+# is a little coarser.
 LSE = {"fp16": 1e-5 if DEVICE.type == "cpu" else 1e-4, "channel": 2e-3, "dots": 0.2}
 GROUPS = (1, 3, 4, 7, 8)
 
@@ -49,7 +51,9 @@ def sinks(case: Case) -> torch.Tensor:
 
 
 def grid() -> list[Case]:
-    """Every head dim with every granularity; groups, orders, pages, patterns and options turn so that each meets each head dim and granularity."""
+    """Every head dim with every granularity; groups, orders, pages, patterns and options turn so that each meets each
+    head dim and granularity.
+    """
     cases = []
     for i, width in enumerate(WIDTHS):
         for j, kind in enumerate(KINDS):
@@ -126,7 +130,9 @@ def test_window_cap_and_sinks_together(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["head", "token-head"])
 def test_each_layer_is_written_and_read_with_its_own_scales(kind: str) -> None:
-    """Three layers with scales of 0.01, 0.05 and 0.5, unequal for K, V and heads: pages -> block -> other pages -> attention, against float64."""
+    """Three layers with scales of 0.01, 0.05 and 0.5, unequal for K, V and heads: pages -> block -> other pages ->
+    attention, against float64.
+    """
     setting = Setting(layout_of(64, 2, 16, KINDS[kind], layers=3), "HND")
     random = torch.Generator().manual_seed(0)
     for view in (view for layer in setting.kv for view in layer):
@@ -179,7 +185,9 @@ def test_a_cache_that_never_holds_fp8_is_multiplied_in_its_own_format(dtype: tor
 
 @pytest.mark.parametrize("scale", [0.01, 0.05, 0.5, 2.0**-64, 2.0**100])
 def test_scales_of_every_size_on_the_read_path(scale: float) -> None:
-    """V of one scale from the smallest to enormous: the relative error does not move; K the other way round where logits stay sensible."""
+    """V of one scale from the smallest to enormous: the relative error does not move; K the other way round where
+    logits stay sensible.
+    """
     case = Case(kinds="head", fp8="all", lengths=(33,), heads=2, group=3)
     assert case.cache.values.scales is not None and case.cache.keys.scales is not None
     for plane, index, factor in ((case.cache.values, 1, scale), (case.cache.keys, 0, min(scale, 0.5))):
@@ -194,7 +202,9 @@ def test_scales_of_every_size_on_the_read_path(scale: float) -> None:
 
 
 def test_weights_keep_their_tail_under_small_scales() -> None:
-    """One key takes a hundredth of the weight, 500 faint ones share the rest: with V scales of 0.01 they must not fall out of fp16."""
+    """One key takes a hundredth of the weight, 500 faint ones share the rest: with V scales of 0.01 they must not fall
+    out of fp16.
+    """
     case = Case(kinds="head", fp8="all", lengths=(512,), heads=1, group=4, page=16)
     queries = torch.full((1, 4, 64), 0.0)
     queries[..., 0] = 60.0
@@ -206,8 +216,9 @@ def test_weights_keep_their_tail_under_small_scales() -> None:
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_kvb_03_poison_in_unused_bytes_does_not_leak(width: int) -> None:
-    """GQA 8/2; the tail of the last page, other pages and the table's entries behind the end are NaN, their scales NaN or Inf: bit for bit the
-    same."""
+    """GQA 8/2; the tail of the last page, other pages and the table's entries behind the end are NaN, their scales NaN
+    or Inf: bit for bit the same.
+    """
     for kind in ("head", "token-head", "kivi") if width == 64 else ("token-head",):
         clean = Case(
             width=width,

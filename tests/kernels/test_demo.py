@@ -1,4 +1,6 @@
-"""The demo's attention through the kernels: a real model's KV, restored from the daemon into native slots, gives the reference's answers."""
+"""The demo's attention through the kernels: a real model's KV, restored from the daemon into native slots, gives the
+reference's answers.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What `dual` and `expand` add to the kernels: the write that clears flags, scales that are powers of two, and a GPU's way to and from a block held
-against the CPU's, byte for byte."""
+"""What `dual` and `expand` add to the kernels: the write that clears flags, scales that are powers of two, and a GPU's
+way to and from a block held against the CPU's, byte for byte.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +77,9 @@ def test_a_cache_without_flags_is_written_too_and_what_does_not_fit_is_refused()
 
 
 def test_a_restored_prefix_goes_on_in_native_pages() -> None:
-    """Restored pages, then new tokens by the kernel into pages that held somebody's FP8 before; decode and prefill read both."""
+    """Restored pages, then new tokens by the kernel into pages that held somebody's FP8 before; decode and prefill read
+    both.
+    """
     width, page, heads, group = 64, 16, 2, 3
     kv = random(8, heads, page, 2 * width)
     page_flags = torch.ones(8, dtype=torch.uint8, device=DEVICE)  # every page is somebody's FP8
@@ -174,7 +177,9 @@ def caches_of(
     seed: int,
     flagged: bool = True,
 ) -> tuple[QuantizedCaches, torch.Tensor, list[torch.Tensor]]:
-    """Two layers of two heads of 64, bound to blocks of `blocks` engine blocks of `ratio` pages each; their flags and their tensors."""
+    """Two layers of two heads of 64, bound to blocks of `blocks` engine blocks of `ratio` pages each; their flags and
+    their tensors.
+    """
     views = [storage(order, 12, 2, page, 64, torch.bfloat16) for _ in range(2)]
     for number, view in enumerate(view for layer in views for view in layer):
         view.copy_(random(*view.shape, seed=seed + number))
@@ -223,7 +228,11 @@ def test_a_gpu_saves_and_restores_the_bytes_that_a_cpu_does(
         caches, page_flags, tensors = caches_of(kind, order, 16, ratio, blocks, in_place, 50, flagged)
         page_flags.fill_(1)
         counts: dict[str, float] = {}
-        caches.count = lambda name, value, _, counts=counts: counts.__setitem__(name, counts.get(name, 0) + value)  # type: ignore[misc]
+
+        def add(name: str, value: float, _: object, counts: dict[str, float] = counts) -> None:
+            counts[name] = counts.get(name, 0) + value
+
+        caches.count = add
         caches.read(None, [wanted], [saved[0]])
         again = np.zeros_like(saved[0])
         if in_place and 0 not in wanted:

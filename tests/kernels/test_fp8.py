@@ -1,5 +1,6 @@
-"""Number format in kernels: the corrected interpreter, both forms of encode and decode, and case KVB-02. Every bf16 number and every code is
-tried."""
+"""Number format in kernels: the corrected interpreter, both forms of encode and decode, and case KVB-02. Every bf16
+number and every code is tried.
+"""
 
 from __future__ import annotations
 

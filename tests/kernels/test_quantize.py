@@ -1,5 +1,6 @@
-"""quantize against `reference`, bit for bit: codes, scales, counts and padding, over widths, orders, granularities and formats; cases KVB-01 and
-02."""
+"""quantize against `reference`, bit for bit: codes, scales, counts and padding, over widths, orders, granularities and
+formats; cases KVB-01 and 02.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +70,9 @@ class Setting:
         return bodies.cpu(), QuantizeCounts(*(x.cpu() for x in seen))
 
     def check(self, pages: list[list[int]]) -> torch.Tensor:
-        """Asserts that everything written equals the reference, padding included, and nothing else was. Returns the bodies."""
+        """Asserts that everything written equals the reference, padding included, and nothing else was. Returns the
+        bodies.
+        """
         bodies, seen = self.run(pages)
         group, size = self.extents.group, self.extents.body_bytes
         assert (bodies[:, size:] == RUBBISH).all(), "bytes behind the body were touched"
@@ -113,7 +116,9 @@ def test_every_order_and_format_equals_the_reference(width: int, kind: str) -> N
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_of_several_engine_blocks_in_several_layers(kind: str) -> None:
-    """Pages in any order, smaller than an engine block; scales differ per layer, K and V; an excluded layer between them stays native."""
+    """Pages in any order, smaller than an engine block; scales differ per layer, K and V; an excluded layer between
+    them stays native.
+    """
     made = layout_of(64, 2, 32, KINDS[kind], blocks=2, layers=3, excluded=(1,))
     Setting(made, "HND", page=16, pages=9).check([[8, 0, 3, 5], [1, 2, 7, 6]])
 
@@ -168,7 +173,9 @@ def test_a_block_without_odd_values_has_no_nan_code() -> None:
 
 
 def test_a_page_that_is_fp8_already_is_saved_verbatim() -> None:
-    """Quantized, restored into the native slots, saved again: the same bytes, and the native page beside it is quantized as usual."""
+    """Quantized, restored into the native slots, saved again: the same bytes, and the native page beside it is
+    quantized as usual.
+    """
     from kvtier_kernels.restore import restore
 
     for kind in ("head", "block-head", "token-head", "kivi", "channel"):
@@ -272,7 +279,10 @@ quantize(made, ids, again)
 assert torch.equal(again, bodies), "gathered"
 q = torch.ones(1, 2, width, dtype=torch.bfloat16)
 table, lengths, starts = (torch.tensor(i, dtype=torch.int32) for i in ([[last]], [16], [0, 1]))
-found = [decode(q, cache, table, lengths, 16, dtype=torch.float32)[0], prefill(q, cache, table, starts, lengths, 1, dtype=torch.float32)[0]]
+found = [
+    decode(q, cache, table, lengths, 16, dtype=torch.float32)[0],
+    prefill(q, cache, table, starts, lengths, 1, dtype=torch.float32)[0],
+]
 tile = reference.Tile(wanted[0].codes, wanted[1].codes, wanted[0].scales, wanted[1].scales, "block-head", "block-head")
 right = reference.attention(q.cpu().transpose(0, 1), [tile], start=15).output[:, 0]
 assert all((out[0].cpu() - right).norm() / right.norm() < 1e-3 for out in found)

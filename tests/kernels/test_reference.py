@@ -1,4 +1,6 @@
-"""The number format against an independent definition: e4m3fn from its formula, attention in float64. Cases KVB-01, KVB-02 and KVB-03."""
+"""The number format against an independent definition: e4m3fn from its formula, attention in float64. Cases KVB-01,
+KVB-02 and KVB-03.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ DYNAMIC = ("block-head", "token-head", "channel")
 
 
 def decode_table() -> np.ndarray:
-    """Value of each of the 256 codes: sign, 4 bits of exponent (bias 7), 3 of mantissa; S.1111.111 is NaN and there is no Inf."""
+    """Value of each of the 256 codes: sign, 4 bits of exponent (bias 7), 3 of mantissa; S.1111.111 is NaN and there is
+    no Inf.
+    """
     values = []
     for code in range(256):
         exponent, mantissa = code >> 3 & 15, code & 7
@@ -219,9 +223,10 @@ def test_kvb_01_zero_and_equal_rows() -> None:
 
 
 SATURATION = [
-    (448.0, 0x7E), (464.0, 0x7E), (465.0, 0x7E), (480.0, 0x7E), (1e9, 0x7E), (-1e9, 0xFE), (240.0, 0x77), (241.0, 0x77), (1.0, 0x38),
-    (2.0**-9, 0x01), (2.0**-10, 0x00), (1.5 * 2.0**-9, 0x02), (0.1, 0x1D), (-0.0, 0x80),
-    (math.inf, 0x7E), (-math.inf, 0xFE), (math.nan, 0x7F), (math.copysign(math.nan, -1), 0x7F), (-(2.0**-10), 0x80), (3.4028234e38, 0x7E),
+    (448.0, 0x7E), (464.0, 0x7E), (465.0, 0x7E), (480.0, 0x7E), (1e9, 0x7E), (-1e9, 0xFE), (240.0, 0x77), (241.0, 0x77),
+    (1.0, 0x38), (2.0**-9, 0x01), (2.0**-10, 0x00), (1.5 * 2.0**-9, 0x02), (0.1, 0x1D), (-0.0, 0x80),
+    (math.inf, 0x7E), (-math.inf, 0xFE), (math.nan, 0x7F), (math.copysign(math.nan, -1), 0x7F),
+    (-(2.0**-10), 0x80), (3.4028234e38, 0x7E),
 ]  # fmt: skip
 
 
@@ -373,8 +378,10 @@ def decoded(data: torch.Tensor, scales: torch.Tensor | None, granularity: str) -
 
 
 def assert_close(got: Attended, wanted: tuple[np.ndarray, np.ndarray], label: object = "") -> None:
-    """f32 against float64. A dot product of 256 terms errs by at most 256 * 2^-24 = 1.5e-5 of the sum of its terms' magnitudes, here below 10
-    for logits; exp turns an absolute error of a logit into a relative one of a weight. Seen: 2e-6."""
+    """f32 against float64. A dot product of 256 terms errs by at most 256 * 2^-24 = 1.5e-5 of the sum of its terms'
+    magnitudes, here below 10 for logits; exp turns an absolute error of a logit into a relative one of a weight. Seen:
+    2e-6.
+    """
     np.testing.assert_allclose(
         got.output.numpy(), wanted[0], rtol=0, atol=2e-5 * max(1.0, float(np.abs(wanted[0]).max())), err_msg=str(label)
     )

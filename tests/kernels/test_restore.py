@@ -37,8 +37,9 @@ def empty(setting: Setting, order: str, flags: torch.Tensor | None) -> list[page
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("order", ORDERS)
 def test_restored_slots_hold_the_codes_and_scales_of_the_block(order: str, kind: str) -> None:
-    """Into another order than they came from; two pages an engine block, an excluded layer between two; page ids below 0 are skipped, flags
-    follow."""
+    """Into another order than they came from; two pages an engine block, an excluded layer between two; page ids below
+    0 are skipped, flags follow.
+    """
     setting = Setting(layout_of(64, 2, 32, KINDS[kind], layers=3, excluded=(1,)), "HND", page=16)
     bodies, _ = setting.run([[5, 0], [2, 1]])
     flags = torch.zeros(6, dtype=torch.uint8, device=DEVICE)
@@ -127,7 +128,9 @@ def test_expand_equals_the_reference_bit_for_bit(width: int, kind: str) -> None:
 
 
 def test_a_skipped_page_does_not_hide_that_page_0_was_restored() -> None:
-    """Page 0 and null pages in one batch: page 0 holds FP8 now and must say so, and native elements again once it is expanded."""
+    """Page 0 and null pages in one batch: page 0 holds FP8 now and must say so, and native elements again once it is
+    expanded.
+    """
     setting = Setting(layout_of(64, 1, 16, KINDS["block-head"]))
     bodies, _ = setting.run([[4], [5], [3]])
     ids = torch.tensor([[-1], [0], [-1]], device=DEVICE)
@@ -153,7 +156,9 @@ def arena_of(slots: int, slot_bytes: int) -> np.ndarray:  # type: ignore[type-ar
 
 
 def test_blocks_travel_to_an_arena_and_back() -> None:
-    """More blocks than staging holds; bodies lie behind a header, as in slots; then into other pages, with the same attention bytes."""
+    """More blocks than staging holds; bodies lie behind a header, as in slots; then into other pages, with the same
+    attention bytes.
+    """
     setting = Setting(layout_of(64, 2, 16, KINDS["head"], layers=2), "interleaved")
     slot, size = setting.extents.slot_bytes, setting.extents.body_bytes
     memory = arena_of(5, slot)

@@ -1,7 +1,8 @@
 """Checkpoints really written by llm-compressor: what is imported is what its model held in memory, to the last bit.
 
-`data` is what `write.py` made with the versions in data/seen.json; it is read in every run. Where KVTIER_LLMCOMPRESSOR names an interpreter that has
-llm-compressor (`make test-llmcompressor` sees to it), both checkpoints are also written afresh, and must be the same.
+`data` is what `write.py` made with the versions in data/seen.json; it is read in every run. Where KVTIER_LLMCOMPRESSOR
+names an interpreter that has llm-compressor (`make test-llmcompressor` sees to it), both checkpoints are also written
+afresh, and must be the same.
 """
 
 from __future__ import annotations

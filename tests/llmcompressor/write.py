@@ -2,8 +2,9 @@
 
     python -m tests.llmcompressor.write DIRECTORY
 
-DIRECTORY/tensor and DIRECTORY/attn_head are what llm-compressor saved; DIRECTORY/seen.json has the scales that the compressed model held in memory,
-as hex of f32, and the versions. Everything is made of seeds and asks no network: three things that `oneshot` would fetch are given to it instead.
+DIRECTORY/tensor and DIRECTORY/attn_head are what llm-compressor saved; DIRECTORY/seen.json has the scales that the
+compressed model held in memory, as hex of f32, and the versions. Everything is made of seeds and asks no network: three
+things that `oneshot` would fetch are given to it instead.
 """
 
 from __future__ import annotations
