@@ -1,4 +1,5 @@
-"""What the tests with LMCache share. Its tests are not even imported where it is not installed; `make test-lmcache` says where it cannot run."""
+"""What the tests with LMCache share. Its tests are not even imported where it is not installed; `make test-lmcache`
+says where it cannot run."""
 
 from __future__ import annotations
 
@@ -11,13 +12,12 @@ import pytest
 
 from tests.support.daemon import PATIENCE, Daemon, MiB
 
-# LMCache reports its use to its makers unless told not to; tests of other connectors' environments do without these files.
+# LMCache reports its use to its makers unless told not to; tests of other connectors' environments do without these
+# files.
 os.environ.update(LMCACHE_TRACK_USAGE="false", LMCACHE_DISABLE_BANNER="1", LMCACHE_LOG_LEVEL="WARNING")
 
-NEEDS_LMCACHE = ["test_l2_*.py", "test_lmcache_*.py"]
-collect_ignore_glob = (
-    [] if find_spec("lmcache") and find_spec("lmcache.v1") else NEEDS_LMCACHE
-)  # (a plain search finds this folder)
+# (A plain search for "lmcache" would find this folder.)
+collect_ignore_glob = [] if find_spec("lmcache") and find_spec("lmcache.v1") else ["test_*.py"]
 
 
 @pytest.fixture
@@ -28,7 +28,8 @@ def daemon() -> Iterator[Daemon]:
 
 @pytest.fixture(autouse=True)
 def patient(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deadlines that no busy machine misses, except in tests of deadlines (`impatient`): the others ask what the answer is, not how soon it comes."""
+    """Deadlines that no busy machine misses, except in tests of deadlines (`impatient`): the others ask what the answer
+    is, not how soon it comes."""
     if "lmcache" in request.keywords and "impatient" not in request.fixturenames:
         from kvtier.connectors.common import objects
 

@@ -117,7 +117,8 @@ class Storage:
     def put(
         self, wanted: Sequence[ObjectKey], layout: MemoryLayoutDesc = FP8_AND_SCALES, *, stored: bool = True
     ) -> None:
-        """Writes these objects into L1 and waits until the adapter has taken them (or failed to), and L1 lets go of them."""
+        """Writes these objects into L1 and waits until the adapter has taken them (or failed to), and L1 lets go of
+        them."""
         before = self.status("stored_objects") + self.status("store_failed_objects")
         taken = self.status("stored_objects")
         objects = self.manager.reserve_write(list(wanted), layout)

@@ -1,4 +1,5 @@
-"""LMCache's own storage manager over our adapter and a real daemon: what goes down from L1 comes up again bit for bit, or not at all."""
+"""LMCache's own storage manager over our adapter and a real daemon: what goes down from L1 comes up again bit for bit,
+or not at all."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A real `lmcache server` with our adapter, driven by LMCache's own benchmarks: what it stored it serves after a restart, every checksum right, and
-nothing of it under another namespace."""
+"""A real `lmcache server` with our adapter, driven by LMCache's own benchmarks: what it stored it serves after a
+restart, every checksum right, and nothing of it under another namespace."""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ import pytest
 
 from tests.support.daemon import Daemon, MiB
 
-# Without vLLM the files are not even imported; `make test-vllm` says where it cannot run. (A plain search for "vllm" would find this folder.)
+# Without vLLM the files are not even imported; `make test-vllm` says where it cannot run. (A plain search for "vllm"
+# would find this folder.)
 collect_ignore_glob = [] if find_spec("vllm") and find_spec("vllm.distributed") else ["test_*.py"]
 
 

@@ -1,8 +1,9 @@
 """A real engine whose attention backend is kvtier's, with its logits, and an oracle for the flags of its pages.
 
-The oracle follows the scheduler alone: what a step is planned to write holds no FP8, what it loads does. It knows nothing of slots, kernels or the
-connector's worker, and is asked about every page that attention reads, in every layer. Lookups and saves are waited for, so that two engines that are
-asked the same take the same steps: then even their logits can be compared bit for bit.
+The oracle follows the scheduler alone: what a step is planned to write holds no FP8, what it loads does. It knows
+nothing of slots, kernels or the connector's worker, and is asked about every page that attention reads, in every layer.
+Lookups and saves are waited for, so that two engines that are asked the same take the same steps: then even their
+logits can be compared bit for bit.
 """
 
 from __future__ import annotations
@@ -117,7 +118,8 @@ class DualChild(Child):
         CpuDualImpl._clear = lambda *_: None
 
     def do_digests(self, forget: bool = False) -> dict[str, str]:
-        """Digest of every block that the daemon has of what was saved so far, by content hash; with `forget` they are gone afterwards."""
+        """Digest of every block that the daemon has of what was saved so far, by content hash; with `forget` they are
+        gone afterwards."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         mover = get_kv_transfer_group().worker.mover

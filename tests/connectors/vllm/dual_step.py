@@ -1,8 +1,10 @@
-"""The GPU's backend on Triton's interpreter against the CPU's: the same steps of an engine through both classes as vLLM calls them.
+"""The GPU's backend on Triton's interpreter against the CPU's: the same steps of an engine through both classes as vLLM
+calls them.
 
     TRITON_INTERPRET=1 python -m tests.connectors.vllm.dual_step
 
-Prints one line a case: the worst relative difference of an output. The caches must be equal in every byte, and so must the flags.
+Prints one line a case: the worst relative difference of an output. The caches must be equal in every byte, and so must
+the flags.
 """
 
 from __future__ import annotations
@@ -103,7 +105,8 @@ def main() -> None:
                     None,
                     **{"sliding_window": None, "kv_cache_dtype": "auto", **more},
                 )
-                # Two restored pages and a chunk behind them; a sequence all of its own, in pages that were FP8; then both go on by a token.
+                # Two restored pages and a chunk behind them; a sequence all of its own, in pages that were FP8; then
+                # both go on by a token.
                 tables = [[3, 5, 7, 2], [9, 11]]
                 found = [
                     step(impl, cache, tables, [50, 20], [18, 20], 10),

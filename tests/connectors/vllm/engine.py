@@ -1,7 +1,8 @@
 """A real vLLM engine in a child process, driven line by line, and a client that fails on command.
 
-One engine serves many cases: starting one takes 15 to 25 seconds. The child answers on a pipe of its own, since vLLM talks on stdout. With
-`multiprocess=True` the engine core is a process of its own, as in production; faults can only be ordered where everything is in one process.
+One engine serves many cases: starting one takes 15 to 25 seconds. The child answers on a pipe of its own, since vLLM
+talks on stdout. With `multiprocess=True` the engine core is a process of its own, as in production; faults can only be
+ordered where everything is in one process.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def prompt(seed: int, length: int = 601) -> list[int]:
 
 
 class Engine:
-    """A context manager. `extra` goes to vllm.LLM, `settings` to the connector; `socket` None: no connector. `program`: the module of the child."""
+    """A context manager. `extra` goes to vllm.LLM, `settings` to the connector; `socket` None: no connector. `program`:
+    the module of the child."""
 
     program = "tests.connectors.vllm.engine"
 
@@ -143,7 +145,8 @@ class Engine:
         return self._hear(ANSWER)
 
     def run(self, tokens: list[int], **options: Any) -> dict[str, Any]:
-        """One request to its end: {"tokens", "cached" (local and external), "external" (hit tokens of vLLM's own counter), "served" (ours)}."""
+        """One request to its end: {"tokens", "cached" (local and external), "external" (hit tokens of vLLM's own
+        counter), "served" (ours)}."""
         return self.ask("run", prompts=[tokens], **options)[0]
 
     def run_all(self, prompts: list[list[int]], **options: Any) -> list[dict[str, Any]]:
@@ -281,7 +284,8 @@ class Child:
         return int(engine.get_num_unfinished_requests())
 
     def do_watch(self) -> None:
-        """From now on the first question about each request is timed: the later ones only look whether there is an answer."""
+        """From now on the first question about each request is timed: the later ones only look whether there is an
+        answer."""
         connector = self.llm.llm_engine.engine_core.engine_core.scheduler.connector
         ask, self.watched = connector.get_num_new_matched_tokens, []
         seen: set[str] = set()
@@ -316,7 +320,8 @@ class Child:
 class Faulty:
     """A client whose loads and saves fail once as ordered: {"on": "load" | "save", "at": block index, "kind": ...}.
 
-    kind   "cut" (the answer ends there, as a miss), "raise", "sleep" (seconds), "kill" (the daemon of this pid), "away" (nobody answers)
+    kind   "cut" (the answer ends there, as a miss), "raise", "sleep" (seconds), "kill" (the daemon of this pid), "away"
+           (nobody answers)
     """
 
     order: dict[str, Any] | None = None

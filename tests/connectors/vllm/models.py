@@ -1,4 +1,5 @@
-"""Tiny models as safetensors directories: random weights from a seed, hence the same each time, with whatever a case wants changed."""
+"""Tiny models as safetensors directories: random weights from a seed, hence the same each time, with whatever a case
+wants changed."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from typing import Any
 
 
 def make(path: Path, seed: int = 0, **config: Any) -> Path:
-    """A Llama of 2 layers, 4 query and 2 KV heads of 64. An initializer range of 0.2 gives varied tokens; with 0.02 one repeats."""
+    """A Llama of 2 layers, 4 query and 2 KV heads of 64. An initializer range of 0.2 gives varied tokens; with 0.02 one
+    repeats."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -36,7 +38,8 @@ def make(path: Path, seed: int = 0, **config: Any) -> Path:
 
 
 def scale(source: Path, target: Path, k: float, v: float) -> Path:
-    """A copy with a compressed-tensors scheme for the KV cache and these scales in every layer. `target` is replaced."""
+    """A copy with a compressed-tensors scheme for the KV cache and these scales in every layer. `target` is
+    replaced."""
     import torch
     from safetensors.torch import load_file, save_file
 

@@ -1,6 +1,8 @@
-"""The connector's limits in seconds, as no machine misses them however busy it is: for tests that ask what the answer is, not how soon it comes.
+"""The connector's limits in seconds, as no machine misses them however busy it is: for tests that ask what the answer
+is, not how soon it comes.
 
-In production a beat, a call or a load that takes too long is a miss by design, and the test machine may well stop for as long as that.
+In production a beat, a call or a load that takes too long is a miss by design, and the test machine may well stop for
+as long as that.
 """
 
 from __future__ import annotations

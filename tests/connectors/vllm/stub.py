@@ -1,8 +1,10 @@
-"""vLLM's real scheduler over workers without a model: what a CPU engine cannot reach (groups, ranks, pipeline stages, MLA, preemption at will).
+"""vLLM's real scheduler over workers without a model: what a CPU engine cannot reach (groups, ranks, pipeline stages,
+MLA, preemption at will).
 
-The "model" writes into every cache cell a pattern that follows from the tokens before it, and its next token is a checksum over all cells that
-attention would read. So one wrong byte in any cell, of any layer, head or rank, changes the tokens; `oracle` computes them without a cache. Caches
-begin as poison, 0x55. `audit` compares everything that the store holds with what must be there.
+The "model" writes into every cache cell a pattern that follows from the tokens before it, and its next token is a
+checksum over all cells that attention would read. So one wrong byte in any cell, of any layer, head or rank, changes
+the tokens; `oracle` computes them without a cache. Caches begin as poison, 0x55. `audit` compares everything that the
+store holds with what must be there.
 """
 
 from __future__ import annotations
@@ -118,7 +120,8 @@ class Worker:
 
 
 class Stub:
-    """A context manager. `groups`: the layers of each KV cache group, in the model's order. The model has `tp` times the heads of a rank."""
+    """A context manager. `groups`: the layers of each KV cache group, in the model's order. The model has `tp` times
+    the heads of a rank."""
 
     def __init__(
         self,
@@ -304,7 +307,8 @@ class Stub:
     # -- the model
 
     def _forward(self, output: Any) -> dict[str, int]:
-        """Writes the cells of the scheduled tokens, for all requests, then reads: {request: next token} for those that are up to date."""
+        """Writes the cells of the scheduled tokens, for all requests, then reads: {request: next token} for those that
+        are up to date."""
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         computed.update(
             zip(output.scheduled_cached_reqs.req_ids, output.scheduled_cached_reqs.num_computed_tokens, strict=True)
@@ -411,7 +415,8 @@ class Stub:
         assert self.scheduler.reset_prefix_cache()
 
     def audit(self, client: Client, *rids: str) -> int:
-        """Every block of these requests that the store holds is exactly what belongs there, on every rank. Returns how many there are."""
+        """Every block of these requests that the store holds is exactly what belongs there, on every rank. Returns how
+        many there are."""
         found = 0
         per = self.config.kv_transfer_config.kv_connector_extra_config.get("engine_blocks", 1)
         for rid in rids or self.requests:

@@ -1,7 +1,9 @@
-"""Modes `dual` and `expand` on a real engine: FP8 that attention reads in place against the same FP8 as BF16, bit for bit, and no flag is ever stale.
+"""Modes `dual` and `expand` on a real engine: FP8 that attention reads in place against the same FP8 as BF16, bit for
+bit, and no flag is ever stale.
 
-Two engines with kvtier's backend are asked the same: one restores FP8 in place, one expands it. Scales are powers of two, so both see the same
-numbers, and their logits must be equal in every bit, whatever was evicted, preempted, failed or saved again on the way.
+Two engines with kvtier's backend are asked the same: one restores FP8 in place, one expands it. Scales are powers of
+two, so both see the same numbers, and their logits must be equal in every bit, whatever was evicted, preempted, failed
+or saved again on the way.
 """
 
 from __future__ import annotations
@@ -174,7 +176,8 @@ def test_the_modes_say_themselves_and_are_counted(told: dict[str, Any]) -> None:
 def both(
     model: Path, options: dict[str, Any], settings: dict[str, Any], letters: str, directory: Path, batch: bool
 ) -> list[dict[str, Any]]:
-    """A dual engine that fills the store and then restores from it, and one that expands: {"answers", "logits", "metrics", "flags"} of each."""
+    """A dual engine that fills the store and then restores from it, and one that expands: {"answers", "logits",
+    "metrics", "flags"} of each."""
     told = []
     with Daemon(256 * MiB) as daemon:
         for mode in ("dual", "expand"):
@@ -208,7 +211,8 @@ def test_eight_requests_at_once_in_chunks_with_preemptions(tiny: Path, tmp_path:
         and dual["metrics"]["num_preemptions"] == expand["metrics"]["num_preemptions"]
     )
     print(
-        f"{dual['metrics']['num_preemptions']:.0f} preemptions, {len(dual['logits'])} tokens, the oracle: {dual['flags']}"
+        f"{dual['metrics']['num_preemptions']:.0f} preemptions, {len(dual['logits'])} tokens, the oracle: "
+        f"{dual['flags']}"
     )
     assert np.array_equal(dual["logits"], expand["logits"]) and tokens_of(dual["answers"]) == tokens_of(
         expand["answers"]
@@ -278,7 +282,8 @@ def test_other_physical_layouts(tiny: Path, told: dict[str, Any], tmp_path: Path
 
 
 def test_a_compiled_model_and_an_engine_core_of_its_own(tiny: Path) -> None:
-    """The backend comes by the entry point alone, in every process. A local hit on restored pages says what the restore said."""
+    """The backend comes by the entry point alone, in every process. A local hit on restored pages says what the restore
+    said."""
     with (
         Daemon(64 * MiB) as daemon,
         DualEngine(
@@ -301,7 +306,8 @@ def test_a_compiled_model_and_an_engine_core_of_its_own(tiny: Path) -> None:
 
 
 def test_a_real_model_is_as_good_as_the_format_promises(tmp_path: Path) -> None:
-    """SmolLM2-135M over 2,048 tokens of real text, restored in place, against the same engine on its own prefix cache: within docs/quality.md."""
+    """SmolLM2-135M over 2,048 tokens of real text, restored in place, against the same engine on its own prefix cache:
+    within docs/quality.md."""
     from bench.vllm_restore import export
     from kvtier.quality import smollm, texts
 
@@ -335,6 +341,7 @@ def test_a_real_model_is_as_good_as_the_format_promises(tmp_path: Path) -> None:
     kl = (np.exp(native) * (native - fp8)).sum(1)
     same = float((native.argmax(1) == fp8.argmax(1)).mean())
     print(
-        f"KL {kl.mean():.4f} nats (at most {kl.max():.3f}), top-1 equal {same:.3f}, over {len(kl)} positions behind {prefix} restored tokens"
+        f"KL {kl.mean():.4f} nats (at most {kl.max():.3f}), top-1 equal {same:.3f}, over {len(kl)} positions behind "
+        f"{prefix} restored tokens"
     )
     assert 0 < kl.mean() < 0.03 and same >= 0.88

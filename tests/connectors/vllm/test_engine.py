@@ -1,7 +1,9 @@
-"""A real vLLM engine on CPU: greedy tokens with external hits equal those with local hits of the same length, and no failure changes a token.
+"""A real vLLM engine on CPU: greedy tokens with external hits equal those with local hits of the same length, and no
+failure changes a token.
 
-The reference of every case is the same engine: the prompt computed (`truth`), then computed again on its own prefix cache (`local`, as many cached
-tokens as the external hit has). Where the cache is dropped in between, the next hit can only come from kvtier.
+The reference of every case is the same engine: the prompt computed (`truth`), then computed again on its own prefix
+cache (`local`, as many cached tokens as the external hit has). Where the cache is dropped in between, the next hit can
+only come from kvtier.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ def restored(engine: Engine, tokens: list[int], local: Answer, **options: Any) -
 
 @pytest.fixture(scope="module")
 def engine(tiny: Path, daemon: Daemon) -> Iterator[Engine]:
-    """BF16, blocks of 32, async loads, everything in one process: the engine of most cases. Each case has a prompt of its own."""
+    """BF16, blocks of 32, async loads, everything in one process: the engine of most cases. Each case has a prompt of
+    its own."""
     with Engine(tiny, daemon.socket, block_size=32) as made:
         yield made
 
@@ -101,14 +104,17 @@ def test_blocks_of_128_a_sync_load_and_an_engine_core_of_its_own(tiny: Path, dae
 
 
 def test_a_preempted_request_ends_with_the_right_tokens(tiny: Path, daemon: Daemon) -> None:
-    """In float32: what a token was computed together with, which depends on time, changes its last bits, and in BF16 now and then the next token."""
+    """In float32: what a token was computed together with, which depends on time, changes its last bits, and in BF16
+    now and then the next token."""
     prompts = [prompt(40 + n, 200) for n in range(4)]
     with Engine(tiny, None, block_size=32, dtype="float32") as roomy:
         truths = [roomy.run(tokens, max_tokens=200)["tokens"] for tokens in prompts]
     with Engine(
         tiny, daemon.socket, block_size=32, dtype="float32", num_gpu_blocks_override=30, max_model_len=512
     ) as tight:
-        external = 0  # 4 requests of 13 blocks each want 52; from the second time on all that was saved before its block went comes from outside
+        # 4 requests of 13 blocks each want 52; from the second time on all that was saved before its block went comes
+        # from outside
+        external = 0
 
         def again() -> bool:
             nonlocal external
@@ -222,8 +228,11 @@ def test_new_weights_under_an_adapters_old_name_are_a_miss(tiny: Path, tmp_path:
         )
         settle(second)
         adapter(
-            path, 3
-        )  # beneath the running engine, which goes on with what it has loaded: nobody can tell any more, so nothing is stored
+            path,
+            3,
+            # Beneath the running engine, which goes on with what it has loaded: nobody can tell any more, so nothing is
+            # stored
+        )
         known = daemon.status()["known_blocks"]
         second.run(prompt(11), lora=lora)
         settle(second)

@@ -1,6 +1,8 @@
-"""The interface that the connector is written against, as recorded of vLLM 0.32 and 0.33: what is installed is still that, and every override fits.
+"""The interface that the connector is written against, as recorded of vLLM 0.32 and 0.33: what is installed is still
+that, and every override fits.
 
-`signatures.json` was made by `signatures` from both versions' sources: {version: {"Class.method": [parameters, abstract]}}.
+`signatures.json` was made by `signatures` from both versions' sources: {version: {"Class.method": [parameters,
+abstract]}}.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ CLASSES = {
 
 
 def signatures(*files: Path) -> Signatures:
-    """Of everything public that `CLASSES` define in these sources: names of the parameters, and whether it must be overridden. Fields count too."""
+    """Of everything public that `CLASSES` define in these sources: names of the parameters, and whether it must be
+    overridden. Fields count too."""
     found: Signatures = {}
     for file in files:
         for cls in ast.parse(file.read_text("utf-8")).body:

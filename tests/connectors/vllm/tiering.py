@@ -1,8 +1,9 @@
 """vLLM's own CPU offloading on a machine without a GPU, with our tier below it.
 
-`CpuTieringSpec` replaces one thing, the worker that copies between GPU and pool, which asserts CUDA: everything of the scheduler's side is vLLM's.
-`OrderedTier` is our tier, which does what a file orders at a stage of its work. `Stack` is vLLM's real tiering manager without an engine, driven as
-the scheduler drives it. The limits in seconds are those that no busy machine misses, until `limit` says otherwise.
+`CpuTieringSpec` replaces one thing, the worker that copies between GPU and pool, which asserts CUDA: everything of the
+scheduler's side is vLLM's. `OrderedTier` is our tier, which does what a file orders at a stage of its work. `Stack` is
+vLLM's real tiering manager without an engine, driven as the scheduler drives it. The limits in seconds are those that
+no busy machine misses, until `limit` says otherwise.
 """
 
 from __future__ import annotations
@@ -137,7 +138,8 @@ class OrderedTier(KvtierTier):  # type: ignore[misc]
     """Our tier, which looks into the file `orders` at each stage: {"at": stage, "do": ..., "pid": of the daemon}.
 
     at   "lookup", "store", "load", or "copy to store", "copy to load" (with slots reserved or leased)
-    do   "raise" an exception; "kill" the daemon; "stop" it, with the limits that users have, until "forgive"; "wait" until the order is taken back
+    do   "raise" an exception; "kill" the daemon; "stop" it, with the limits that users have, until "forgive"; "wait"
+         until the order is taken back
     """
 
     def __init__(self, *, orders: str, **known: Any) -> None:
@@ -228,7 +230,8 @@ def content(wanted: bytes, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
 def config(
     tier: dict[str, Any], *, chunks: int = 64, chunk_blocks: int = 1, worker_bytes: int = NBYTES, **changed: Any
 ) -> OffloadingConfig:
-    """What an engine tells vLLM's offloading. `changed`: model, dtype, layout, groups, tensor (parallel size), canonical."""
+    """What an engine tells vLLM's offloading. `changed`: model, dtype, layout, groups, tensor (parallel size),
+    canonical."""
     tensor = changed.get("tensor", 1)
     groups = changed.get("groups", ((0, TOKENS, ("model.layers.0.attn", "model.layers.1.attn")),))
     return OffloadingConfig(
@@ -252,7 +255,8 @@ def config(
 
 
 class Stack:
-    """vLLM's tiering manager with one tier below it. A context manager. Every job that the tier answers twice fails an assertion of vLLM's."""
+    """vLLM's tiering manager with one tier below it. A context manager. Every job that the tier answers twice fails an
+    assertion of vLLM's."""
 
     def __init__(
         self, daemon: Daemon, file: Path, orders: Path | None = None, *, check: str = "off", **changed: Any
@@ -331,8 +335,8 @@ class Stack:
         self.settle()
 
     def find(self, keys: Sequence[bytes], between: Callable[[], None] = lambda: None) -> list[int]:
-        """As a request that looks for all of them: places of those that the pool has in the end, each byte compared. `between` is called once,
-        when the tier knows what is stored and has not been asked to load it."""
+        """As a request that looks for all of them: places of those that the pool has in the end, each byte compared.
+        `between` is called once, when the tier knows what is stored and has not been asked to load it."""
         context = self.begin()
         asked: list[LookupResult] = []
 

@@ -1,7 +1,8 @@
-"""Our tier below vLLM's own CPU offloading: its real tiering manager and pool, and a real engine on CPU whose blocks come back out of the daemon.
+"""Our tier below vLLM's own CPU offloading: its real tiering manager and pool, and a real engine on CPU whose blocks
+come back out of the daemon.
 
-What the manager asserts of each job (that it knows it, and that it is its tier's) proves here that none is answered twice; `settle` that each is
-answered once. The engine's worker is the shim of `tiering`; all else is vLLM's.
+What the manager asserts of each job (that it knows it, and that it is its tier's) proves here that none is answered
+twice; `settle` that each is answered once. The engine's worker is the shim of `tiering`; all else is vLLM's.
 """
 
 from __future__ import annotations
@@ -341,7 +342,8 @@ def test_a_stopped_daemon_is_a_miss_in_time(at: str, own: Daemon, file: Path, or
 
 
 def test_the_scheduler_does_not_wait(own: Daemon, file: Path) -> None:
-    """The limits are 30 s here, and the daemon does not answer: were one of these calls to wait for it, this would show."""
+    """The limits are 30 s here, and the daemon does not answer: were one of these calls to wait for it, this would
+    show."""
     with Stack(own, file) as stack:
         stack.store(range(4))
         with own.stopped():
@@ -430,7 +432,8 @@ def test_the_end_stores_what_waits_and_gives_vllms_pool_back(
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
-    """The description of the tiny model as an engine on this machine serves it: checked at its start against the real weights."""
+    """The description of the tiny model as an engine on this machine serves it: checked at its start against the real
+    weights."""
     import torch
 
     cpu = "amx" if torch.cpu._is_amx_tile_supported() else "vec"
@@ -473,7 +476,8 @@ PROMPT, SALTED = prompt(200), prompt(201)
 def life(
     tiny: Path, served: Path, daemon: Daemon, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Engine, Daemon, Orders, Answer]]:
-    """An engine that was started after another one had computed, and offloaded, `PROMPT` and `SALTED`: (it, daemon, orders, the first answer)."""
+    """An engine that was started after another one had computed, and offloaded, `PROMPT` and `SALTED`: (it, daemon,
+    orders, the first answer)."""
     orders = Orders(tmp_path_factory.mktemp("orders") / "orders")
     with Engine(tiny, daemon.socket, **SHAPE, transfer=offloading(daemon, served, orders)) as first:
         truth = first.run(PROMPT)

@@ -1,4 +1,5 @@
-"""Our adapter as LMCache's controllers see it: every task answered exactly once, whatever happens to the daemon; what it tells of what it has."""
+"""Our adapter as LMCache's controllers see it: every task answered exactly once, whatever happens to the daemon; what
+it tells of what it has."""
 
 from __future__ import annotations
 
@@ -295,7 +296,8 @@ STAGES = [
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_daemon_dies_at_each_stage(daemon: Daemon, model: Path, stage: str) -> None:
-    """Whatever stage: each task is answered once, nothing that came is wrong, and with a daemon again everything works again."""
+    """Whatever stage: each task is answered once, nothing that came is wrong, and with a daemon again everything works
+    again."""
     numbers = range(8)
     with adapter(daemon, model) as made:
         put(made, range(100, 104))
@@ -551,6 +553,6 @@ def test_a_new_namespace_is_explained_field_by_field(
     finally:
         logging.getLogger("kvtier").removeHandler(caplog.handler)
     assert (
-        "k_scale of layer 0: 0.0500000007, 0.0500000007, 0.0500000007, 0.0500000007 stored, 0.0625, 0.0625, 0.0625, 0.0625 live"
-        in caplog.text
+        "k_scale of layer 0: 0.0500000007, 0.0500000007, 0.0500000007, 0.0500000007 stored, 0.0625, 0.0625, 0.0625, "
+        "0.0625 live" in caplog.text
     )

@@ -1,4 +1,5 @@
-"""Which namespace, block and context an object of LMCache is. Needs no LMCache: keys, shapes and dtypes are plain here."""
+"""Which namespace, block and context an object of LMCache is. Needs no LMCache: keys, shapes and dtypes are plain
+here."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ FORM = form_of([SHAPE, SCALES], [E4M3, FP32])
 
 def base(scale: float = 0.05, **fields: object) -> Description:
     scales = {f"{layer}.{part}": f32_hex(scale) * 8 for layer in range(4) for part in "kv"}
-    return description(layout=attention(4, 8, 64, engine_tokens=16), rule="checkpoint", scales=scales, **fields)  # type: ignore[arg-type]
+    # Type: ignore[arg-type]
+    return description(layout=attention(4, 8, 64, engine_tokens=16), rule="checkpoint", scales=scales, **fields)
 
 
 def test_a_form_counts_all_its_tensors() -> None:
@@ -89,7 +91,8 @@ def test_any_dtype_shape_or_order_changes_the_namespace() -> None:
     ids=lambda changed: next(iter(changed)),
 )
 def test_any_field_of_the_description_changes_the_namespace(changed: dict[str, object]) -> None:
-    assert Space(base(**changed), FORM).registered.digest != Space(base(), FORM).registered.digest  # type: ignore[arg-type]
+    # Type: ignore[arg-type]
+    assert Space(base(**changed), FORM).registered.digest != Space(base(), FORM).registered.digest
 
 
 def test_scales_can_be_read_in_the_namespace_unless_they_are_too_many() -> None:

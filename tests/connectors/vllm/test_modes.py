@@ -154,11 +154,13 @@ def ask(capability=(9, 0), **options):
     except ValueError as error:
         return "refused: " + str(error)
 
-fine = [{}, {"kv_cache_dtype": "bfloat16"}, {"block_size": 48, "use_kv_connector": True}, {"has_sliding_window": True}, {"has_sink": True},
+fine = [{}, {"kv_cache_dtype": "bfloat16"}, {"block_size": 48, "use_kv_connector": True}, {"has_sliding_window": True},
+{"has_sink": True},
         {"dtype": torch.float16}, {"head_size": 64}, {"head_size": 256}, {"capability": (8, 0)}]
 for options in fine:
     assert ask(**options) == backend.ON_GPU, (options, ask(**options))
-refused = [({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"), ({"head_size": 72}, "head_size"), ({"dtype": torch.float32}, "dtype"),
+refused = [({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"), ({"head_size": 72}, "head_size"), ({"dtype": torch.float32},
+"dtype"),
            ({"block_size": 24}, "block_size"), ({"use_mla": True}, "MLA"), ({"use_mm_prefix": True}, "multimodal"),
            ({"attn_type": "encoder_only"}, "attention type"), ({"capability": (7, 5)}, "compute capability"),
            ({"use_non_causal": True}, "non-causal")]
