@@ -1,4 +1,4 @@
-"""Targets that read a file's bytes or a request's head: block headers, artifacts, descriptions, settings, tokens, HTTP."""
+"""Targets that read a file or a request's head: block headers, artifacts, descriptions, settings, tokens, HTTP."""
 
 from __future__ import annotations
 
