@@ -1,7 +1,8 @@
 """Whether to call a service that fails: closed (calls go), open (none do), half-open (one trial is under way).
 
-Some failures in a row open it. After a pause, longer each time up to a limit, its owner makes one trial in a thread of its own: no caller ever is the
-trial, so no caller waits for a service that was down a moment ago. Thread-safe; `closed` is read without a lock.
+Some failures in a row open it. After a pause, longer each time up to a limit, its owner makes one trial in a thread of
+its own: no caller ever is the trial, so no caller waits for a service that was down a moment ago. Thread-safe; `closed`
+is read without a lock.
 """
 
 from __future__ import annotations
@@ -11,10 +12,8 @@ import threading
 import time
 
 AFTER = 2  # failures in a row. Each may have taken a whole timeout
-PAUSE = (
-    0.25,
-    4.0,
-)  # seconds until the next trial: first and longest; with a trial of 1 s a service that is back is used again within 6 s
+# Seconds until the next trial: first and longest; with a trial of 1 s a service that is back is used again within 6 s.
+PAUSE = (0.25, 4.0)
 CLOSED, HALF_OPEN, OPEN = 0, 1, 2
 
 

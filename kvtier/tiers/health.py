@@ -1,7 +1,8 @@
-"""Which kinds of calls to a tier's medium fail now: one gauge, one log line when it begins and one when it is over, pauses in between.
+"""Which kinds of calls to a tier's medium fail now: one gauge, one log line when it begins and one when it is over,
+pauses in between.
 
-A tier is degraded while any kind fails. `write` faults also pause writing, 1 s at first and 30 s at most, so that a broken disk costs one try and
-not one a block. Not thread-safe: the tier holds its lock.
+A tier is degraded while any kind fails. `write` faults also pause writing, 1 s at first and 30 s at most, so that a
+broken disk costs one try and not one a block. Not thread-safe: the tier holds its lock.
 """
 
 from __future__ import annotations

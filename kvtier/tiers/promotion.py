@@ -1,8 +1,9 @@
 """Copies cold blocks up, on demand: reserve, read, verify, seal, the same verbs as a client's.
 
-One read per key however many ask (64 readers of one cold key make one read); a bounded queue and a few threads; whoever waits does so within its
-own deadline and gets a miss when that ends. Of several tiers the first in the list is asked first. A block that fails its check is a miss,
-and the tier has forgotten it. Thread-safe; never holds its lock while a tier works.
+One read per key however many ask (64 readers of one cold key make one read); a bounded queue and a few threads; whoever
+waits does so within its own deadline and gets a miss when that ends. Of several tiers the first in the list is asked
+first. A block that fails its check is a miss, and the tier has forgotten it. Thread-safe; never holds its lock while a
+tier works.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Promoter:
     def __init__(self, store: Store, tiers: Sequence[Tier], threads: int = THREADS) -> None:
         self._store = store
         self._tiers = list(tiers)
-        self._movers: dict[str, Account] = {}  # by tenant
+        self._accounts: dict[str, Account] = {}  # by tenant
         self._wake = threading.Condition(threading.Lock())
         self._queue: deque[tuple[bytes, Namespace, Extents]] = deque()
         self._under_way: set[bytes] = set()
@@ -136,9 +137,9 @@ class Promoter:
 
     def _mover(self, tenant: str) -> Account:
         with self._wake:
-            mover = self._movers.get(tenant)
+            mover = self._accounts.get(tenant)
             if mover is None:
-                mover = self._movers[tenant] = self._store.mover(tenant)
+                mover = self._accounts[tenant] = self._store.mover(tenant)
             return mover
 
     def _read(self, key: bytes, slot: memoryview, nbytes: int) -> tuple[int | None, Tier | None]:

@@ -1,7 +1,9 @@
-"""Lower tiers: what they must do, and no more. A tier keeps whole blocks, byte for byte as they stand in the arena, and may fail at any time.
+"""Lower tiers: what they must do, and no more. A tier keeps whole blocks, byte for byte as they stand in the arena, and
+may fail at any time.
 
-Failure is a miss. `write` and `read` may block on a disk or a network within the deadline they are given; they raise OSError, Lost or Unavailable and
-the caller counts it. Tiers never encode, never merge and never call upwards. All methods are thread-safe.
+Failure is a miss. `write` and `read` may block on a disk or a network within the deadline they are given; they raise
+OSError, Lost or Unavailable and the caller counts it. Tiers never encode, never merge and never call upwards. All
+methods are thread-safe.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from kvtier.store.namespaces import Namespace
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A sealed block on its way down. `slot` is the whole slot, padding included; its first `nbytes` are the block; `checksum` is over these."""
+    """A sealed block on its way down. `slot` is the whole slot, padding included; its first `nbytes` are the block;
+    `checksum` is over these."""
 
     key: bytes
     namespace: Namespace
@@ -25,7 +28,8 @@ class Outgoing:
 
 
 def find_any(tiers: Sequence[Tier], keys: Sequence[bytes]) -> list[bool]:
-    """For each key whether one of these tiers has it; each is asked only for what those before it do not have. No I/O."""
+    """For each key whether one of these tiers has it; each is asked only for what those before it do not have. No
+    I/O."""
     found = [False] * len(keys)
     for tier in tiers:
         if missing := [key for key, here in zip(keys, found, strict=True) if not here]:
@@ -42,19 +46,23 @@ class Tier(Protocol):
     def find(self, keys: Sequence[bytes]) -> list[bool]:
         """For each key whether the block is here, as far as is known without waiting. Does not modify, does no I/O.
 
-        A tier that would have to ask somebody asks in the background: `unsure` is true of such keys until the answer is there.
+        A tier that would have to ask over a network asks in the background; `unsure` is true of such keys until the
+        answer is there.
         """
 
     def unsure(self, keys: Sequence[bytes]) -> list[bool]:
-        """For each key whether `find` may say more in some milliseconds. Always false where a tier knows what it holds. No I/O."""
+        """For each key whether `find` may say more in some milliseconds. Always false where a tier knows what it holds.
+        No I/O."""
 
     def write(self, blocks: Sequence[Outgoing]) -> list[bool]:
-        """Keeps these blocks, making room by its own rules: for each whether it is here now. Blocks on I/O; a fault of the medium is a False."""
+        """Keeps these blocks, making room by its own rules: for each whether it is here now. Blocks on I/O; a fault of
+        the medium is a False."""
 
     def read(self, key: bytes, slot: memoryview, nbytes: int) -> int:
         """Reads a block of `nbytes` into `slot` and returns its checksum, verified. Blocks on I/O.
 
-        Raises NotFound if it is not here, Lost if it is not whole (it is forgotten then), Unavailable for a fault that may pass.
+        Raises NotFound if it is not here, Lost if it is not whole (it is forgotten then), Unavailable for a fault that
+        may pass.
         """
 
     def delete(self, keys: Sequence[bytes]) -> int:
@@ -76,7 +84,7 @@ class Tier(Protocol):
         """What is wrong now, for people; "" if nothing is."""
 
     def check_integrity(self) -> None:
-        """Asserts that its books agree with themselves; slow."""
+        """Asserts that what it holds in memory agrees with itself; slow."""
 
     def close(self) -> None:
         """Ends threads and files. Calls after this fail."""

@@ -1,6 +1,7 @@
-"""All that lies below the arena, as the verbs see it: which keys are known down there, settling, promotion, forgetting.
+"""All that lies below the arena, as the verbs see it: which keys are known there, write-behind, promotion, forgetting.
 
-Built by the daemon where a lower tier is configured; without one the store has no `lower` and every cold answer is a miss.
+Built by the daemon where a lower tier is configured; without one the store has no `lower` and every cold answer is a
+miss.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ from kvtier.tiers.tier import Tier, find_any
 from kvtier.tiers.write_behind import Budget, WriteBehind
 
 DOUBTS = 0.002  # seconds between looks at what a tier is finding out
-MAX_WAITING = 6  # calls that wait for promotions at once: half of what the door has for puts and gets
+MAX_WAITING = 6  # calls that wait for promotions at once: half of what the gRPC transport has for puts and gets
 
 
 class Tiering:
-    """Tiers in the order they are asked (the fastest first), each with its settler. Attaches itself to the store. `budgets` are by a tier's name."""
+    """Tiers in the order they are asked (the fastest first), each with its write-behind. Attaches itself to the store.
+    `budgets` are by a tier's name."""
 
     def __init__(self, store: Store, tiers: Sequence[Tier], budgets: Mapping[str, Budget] | None = None) -> None:
         self._store = store
         self.tiers = list(tiers)
-        self._settlers = [WriteBehind(store, tier, (budgets or {}).get(tier.name)) for tier in self.tiers]
+        self._write_behinds = [WriteBehind(store, tier, (budgets or {}).get(tier.name)) for tier in self.tiers]
         self.promoter = Promoter(store, self.tiers)
         self._waiting = threading.BoundedSemaphore(MAX_WAITING)
         store.lower = self
@@ -45,31 +47,32 @@ class Tiering:
 
     def offer(self, keys: Sequence[bytes], namespace: Namespace) -> None:
         """These blocks were sealed."""
-        for settler in self._settlers:
-            settler.offer(keys, namespace)
+        for queue in self._write_behinds:
+            queue.offer(keys, namespace)
 
     def offer_again(self, keys: Sequence[bytes], handle: int, tenant: str) -> None:
-        """These blocks were used for the second time: they are settled where they are not yet."""
+        """These blocks were used for the second time: they are offered where they are not yet."""
         try:
             namespace = self._store.namespaces.get(handle, tenant)
         except Stale:
             return
-        for tier, settler in zip(self.tiers, self._settlers, strict=True):
+        for tier, queue in zip(self.tiers, self._write_behinds, strict=True):
             if missing := [key for key, here in zip(keys, tier.find(keys), strict=True) if not here]:
-                settler.offer(missing, namespace)
+                queue.offer(missing, namespace)
 
     def flush(self, keys: Sequence[bytes], namespace: Namespace, until: float) -> int:
-        """Waits until every tier that works has these blocks; the number of leading ones that all of these have. With none at work: that all have."""
-        working = [settler for tier, settler in zip(self.tiers, self._settlers, strict=True) if not tier.fault()]
-        return min(settler.flush(keys, namespace, until) for settler in working or self._settlers)
+        """Waits until every tier that works has these blocks; the number of leading ones that all of these have. With
+        none at work: that all have."""
+        working = [queue for tier, queue in zip(self.tiers, self._write_behinds, strict=True) if not tier.fault()]
+        return min(queue.flush(keys, namespace, until) for queue in working or self._write_behinds)
 
     def prefetch(self, keys: Sequence[bytes], namespace: Namespace, extents: Extents) -> int:
         """Starts promotion of what is cold: how many are under way."""
         return self.promoter.start(keys, namespace, extents)
 
     def bring_up(self, keys: Sequence[bytes], namespace: Namespace, extents: Extents, until: float) -> None:
-        """Promotes what is cold and waits for it, until `until` at most; not at all while `MAX_WAITING` others do: a tier that hangs shall not take
-        all threads of a transport with it."""
+        """Promotes what is cold and waits for it, until `until` at most; not at all while `MAX_WAITING` others do: a
+        tier that hangs shall not take all threads of a transport with it."""
         started, doubts = self.promoter.start(keys, namespace, extents), any(self.unsure(keys))
         if (started or doubts) and self._waiting.acquire(blocking=False):
             try:
@@ -96,13 +99,13 @@ class Tiering:
 
     def alive(self) -> bool:
         """Whether all threads run."""
-        return self.promoter.alive() and all(settler.alive() for settler in self._settlers)
+        return self.promoter.alive() and all(queue.alive() for queue in self._write_behinds)
 
     def gauges(self) -> dict[str, int]:
-        """Numbers of settlers, promoter and tiers; a tier's carry its name in front."""
+        """Numbers of the write-behinds, the promoter and the tiers; a tier's carry its name in front."""
         merged: dict[str, int] = self.promoter.gauges()
-        for settler in self._settlers:
-            for name, value in settler.gauges().items():
+        for queue in self._write_behinds:
+            for name, value in queue.gauges().items():
                 merged[name] = merged.get(name, 0) + value
         for tier in self.tiers:
             merged |= {f"{tier.name}_{name}": value for name, value in tier.gauges().items()}
@@ -113,14 +116,14 @@ class Tiering:
         return {f"{tier.name}_fault": tier.fault() for tier in self.tiers}
 
     def check_integrity(self) -> None:
-        """Asserts that each tier's books agree with themselves; slow."""
+        """Asserts that each tier agrees with itself; slow."""
         for tier in self.tiers:
             tier.check_integrity()
 
     def close(self, drain: float) -> None:
-        """Settles for at most `drain` seconds more, then ends threads and tiers."""
-        for settler in self._settlers:
-            settler.close(drain / max(1, len(self._settlers)))
+        """Writes for at most `drain` seconds more, then ends threads and tiers."""
+        for queue in self._write_behinds:
+            queue.close(drain / max(1, len(self._write_behinds)))
         self.promoter.close()
         self._store.lower = None
         for tier in self.tiers:

@@ -1,9 +1,10 @@
 """Copies sealed blocks down, in the background: the only way into a lower tier.
 
-A bounded queue of keys; one thread leases, checks or computes the checksum, lets the tier write, releases. What the queue has no room for, a scarce
-budget (`eviction.admit`) or a tier that refuses is counted and left out: settling may be dropped, never waited for by a writer. `flush` waits in its
-deadline for what it names, and that is always worth its bytes. Blocks are held (a sixteenth of the arena at most) only while the tier writes.
-Thread-safe; never holds its lock while the tier works.
+A bounded queue of keys; one thread leases, checks or computes the checksum, lets the tier write, releases. What the
+queue has no room for, a scarce budget (`eviction.admit`) or a tier that refuses is counted and left out: a copy may be
+dropped, and no put ever waits for one. `flush` waits within its deadline for the blocks it names, and these are always
+worth their bytes. A block that the tier has is called settled. Blocks are held (a sixteenth of the arena at most) only
+while the tier writes. Thread-safe; never holds its lock while the tier works.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Budget:
-    """Bytes that may be written: per second (with a second's burst) and per day from the first write on. 0: no limit. Not thread-safe."""
+    """Bytes that may be written: per second (with a second's burst) and per day from the first write on. 0: no limit.
+    Not thread-safe."""
 
     per_second: int = 0
     per_day: int = 0
@@ -45,7 +47,8 @@ class Budget:
     _today: int = 0
 
     def wait(self, now: float) -> float:
-        """Seconds until more may be written; 0: now. A batch may then be larger than what is left, and is paid for afterwards."""
+        """Seconds until more may be written; 0: now. A batch may then be larger than what is left, and is paid for
+        afterwards."""
         if self._at is None:
             return 0.0
         if self.per_day and self._today >= self.per_day and (left := self._day_began + _DAY - now) > 0:
@@ -72,14 +75,14 @@ class Budget:
 
 
 class WriteBehind:
-    """Settles one store's blocks into one tier. `close` ends the thread within `drain` seconds, working off the queue as far as it gets."""
+    """One store's queue of blocks to be written to one tier. `close` writes for at most `drain` seconds more."""
 
     def __init__(self, store: Store, tier: Tier, budget: Budget | None = None) -> None:
         self._store = store
         self._tier = tier
         self._budget = budget or Budget()
         self._batch_bytes = min(BATCH_BYTES, store.capacity // ARENA_SHARE)
-        self._movers: dict[str, Account] = {}  # by tenant
+        self._accounts: dict[str, Account] = {}  # by tenant
         self._wake = threading.Condition(threading.Lock())
         self._queue: OrderedDict[bytes, Namespace] = OrderedDict()
         self._busy: set[bytes] = set()
@@ -87,7 +90,7 @@ class WriteBehind:
         self._stop = False
         self._drain_until = 0.0
         self.settled_blocks = self.settled_bytes = self.dropped_blocks = self.refused_blocks = self.spoiled_blocks = 0
-        self._thread = threading.Thread(target=self._run, name="settler", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="write-behind", daemon=True)
         self._thread.start()
 
     def offer(self, keys: Sequence[bytes], namespace: Namespace) -> None:
@@ -101,7 +104,8 @@ class WriteBehind:
             self._wake.notify_all()
 
     def flush(self, keys: Sequence[bytes], namespace: Namespace, until: float) -> int:
-        """Waits until the tier has these blocks. Returns how many leading ones it has, at `until` (time.monotonic) at the latest."""
+        """Waits until the tier has these blocks. Returns how many leading ones it has, at `until` (time.monotonic) at
+        the latest."""
         pause, longest = _AGAIN
         while True:
             here = self._tier.find(keys)
@@ -194,8 +198,8 @@ class WriteBehind:
         while (batch := self._next()) is not None:
             left: list[Entry] = []
             try:
-                left = self._settle(batch)
-            except Exception:  # a fault of ours must not end settling for good
+                left = self._write_part(batch)
+            except Exception:  # a fault of ours must not end writing for good
                 log.exception("settling failed")
                 self.dropped_blocks += len(batch)
             with self._wake:
@@ -207,12 +211,13 @@ class WriteBehind:
                     self._queue.move_to_end(key, last=False)
                 self._wake.notify_all()
 
-    def _settle(self, batch: list[Entry]) -> list[Entry]:
-        """Writes the part of a batch that is of one tenant and small enough. Returns the rest, which is to be tried next."""
+    def _write_part(self, batch: list[Entry]) -> list[Entry]:
+        """Writes the part of a batch that is of one tenant and small enough. Returns the rest, which is to be tried
+        next."""
         tenant = batch[0][1].tenant
-        mover = self._movers.get(tenant)
+        mover = self._accounts.get(tenant)
         if mover is None:
-            mover = self._movers[tenant] = self._store.mover(tenant)
+            mover = self._accounts[tenant] = self._store.mover(tenant)
         mine = [entry for entry in batch if entry[1].tenant == tenant]
         rows = self._store.hold(mover, [key for key, _ in mine], self._batch_bytes)
         spoiled: set[int] = set()
@@ -258,13 +263,12 @@ class WriteBehind:
         if not outgoing:
             return
         try:
-            settled = self._tier.write(outgoing)
+            written = self._tier.write(outgoing)
         except (KvtierError, OSError):  # the tier's own gauges and log say more
-            settled = [False] * len(outgoing)
-        self._budget.spend(
-            sum(len(out.slot) * done for out, done in zip(outgoing, settled, strict=True)), time.monotonic()
-        )
-        for out, done in zip(outgoing, settled, strict=True):
+            written = [False] * len(outgoing)
+        spent = sum(len(out.slot) * done for out, done in zip(outgoing, written, strict=True))
+        self._budget.spend(spent, time.monotonic())
+        for out, done in zip(outgoing, written, strict=True):
             self.settled_blocks += done
             self.settled_bytes += out.nbytes * done
             self.refused_blocks += not done

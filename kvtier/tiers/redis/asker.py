@@ -1,7 +1,8 @@
-"""Questions and deletes in the background: a thread asks Redis which blocks it has and tells it which to forget, many at once.
+"""Questions and deletes in the background: a thread asks Redis which blocks it has and tells it which to forget, many
+at once.
 
-The answers go to `Presence`. `question` takes no lock, so that `find` may be called under any lock. Deletes count as done here at once and are
-kept until Redis has taken them, `MAX_DELETES` at most.
+The answers go to `Presence`. `question` takes no lock, so that `find` may be called under any lock. Deletes count as
+done here at once and are kept until Redis has taken them, `MAX_DELETES` at most.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ class Asker:
                 lock.wait_for(lambda: not any(map(self.forgetting, keys)), DELETE_PATIENCE)
 
     def keep(self, keys: Collection[bytes], patience: float) -> set[bytes]:
-        """These are about to be written: waits for deletes of theirs that are being sent, takes back those that are not. Returns these."""
+        """These are about to be written: waits for deletes of theirs that are being sent, takes back those that are
+        not. Returns these."""
         lock = self._calls.lock
         with lock:
             lock.wait_for(lambda: self._deleting.isdisjoint(keys), patience)

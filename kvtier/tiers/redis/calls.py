@@ -1,4 +1,5 @@
-"""Calls to Redis as the tier's parts make them: breaker and health hear how each went, refusals become a reason in words, everything is counted.
+"""Calls to Redis as the tier's parts make them: breaker and health hear how each went, refusals become a reason in
+words, everything is counted.
 
 Nothing here holds `lock` over I/O. Thread-safe.
 """
@@ -73,7 +74,8 @@ class Calls:
         return done
 
     def ask(self, names: Sequence[bytes], counter: str, *words: bytes | int) -> list[Any]:
-        """The same short command for each of these names; `b"?"` among the words stands for the name. A Refused in the place of a refusal."""
+        """The same short command for each of these names; `b"?"` among the words stands for the name. A Refused in the
+        place of a refusal."""
         if not names:
             return []
         questions = [ask(name, *(name if word == b"?" else word for word in words)) for name in names]
@@ -91,7 +93,8 @@ class Calls:
         return [answer == 1 for answer in answers]
 
     def lengths(self, keys: Sequence[bytes]) -> list[int]:
-        """How many bytes Redis has under each key's name now, front and block; 0: none, or something of another kind. Raises Unavailable."""
+        """How many bytes Redis has under each key's name now, front and block; 0: none, or something of another kind.
+        Raises Unavailable."""
         self.count("asked_keys", len(keys))
         answers = self.ask([self.name_of(key) for key in keys], "read_faults", b"STRLEN", b"?")
         for answer in answers:
@@ -131,7 +134,8 @@ class Calls:
             setattr(self.totals, name, getattr(self.totals, name) + n)
 
     def first(self) -> None:
-        """Connects and tries every command that is needed. Raises Invalid for what starting again cannot mend: password, rights, certificate.
+        """Connects and tries every command that is needed. Raises Invalid for what starting again cannot mend:
+        password, rights, certificate.
 
         A Redis that is merely not there opens the breaker.
         """

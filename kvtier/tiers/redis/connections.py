@@ -1,7 +1,8 @@
-"""Connections to one Redis, to a cluster, or to the primary that Sentinels name: which node has what, and which thread may use which connection.
+"""Connections to one Redis, to a cluster, or to the primary that Sentinels name: which node has what, and which thread
+may use which connection.
 
-Thread-safe. Connections are kept by thread: one whose thread was interrupted in the middle of a call is cleaned before another thread gets it.
-After a fault or a failover `reset` makes all threads look up the nodes and connect anew.
+Thread-safe. Connections are kept by thread: one whose thread was interrupted in the middle of a call is cleaned before
+another thread gets it. After a fault or a failover `reset` makes all threads look up the nodes and connect anew.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class RedisConnections:
                     self._lock.notify_all()
 
     def once(self, work: Callable[[RedisConnection], Any]) -> Any:
-        """Runs `work` with a connection; once more on new connections if old ones fail, which may have died unnoticed. Raises Down, Lost, Refused."""
+        """Runs `work` with a connection; once more on new connections if old ones fail, which may have died unnoticed.
+        Raises Down, Lost, Refused."""
         with self.connection() as connection:
             used = connection.connected
             try:

@@ -1,8 +1,10 @@
-"""Questions to Redis and their answers, whole or the connection is closed. With connections.py the only file that imports redis.
+"""Questions to Redis and their answers, whole or the connection is closed. With connections.py the only file that
+imports redis.
 
-redis-py makes the connections and reads short answers with hiredis; blocks are sent from the arena and received into it on the same socket, without
-a copy between. A connection is marked before a question goes out and cleared after the answer's last byte was read. If an exception comes in
-between, the next thread that takes the connection finds the mark and connects anew. So no answer ever reaches another question.
+redis-py makes the connections and reads short answers with hiredis; blocks are sent from the arena and received into it
+on the same socket, without a copy between. A connection is marked before a question goes out and cleared after the
+answer's last byte was read. If an exception comes in between, the next thread that takes the connection finds the mark
+and connects anew. So no answer ever reaches another question.
 
 A `RedisConnection` belongs to one thread at a time. Every wait ends within the timeout of a question, or twice that.
 """
@@ -119,7 +121,8 @@ def ask_to_keep(name: bytes, front: bytes, block: memoryview, ttl: int) -> Redis
 
 
 def ask_for(name: bytes, block: memoryview, until: float) -> RedisQuestion:
-    """The value under a name, its block straight into `block`: the answer is the front, or None if there is none. Never takes in more than that."""
+    """The value under a name, its block straight into `block`: the answer is the front, or None if there is none. Never
+    takes in more than that."""
     raw = command(b"GETRANGE", name, 0, FRONT_BYTES + len(block))  # one byte too many: shows what is longer
     return RedisQuestion(name, (raw,), lambda connection: _receive_block(connection, block, until), len(raw))
 
@@ -155,7 +158,8 @@ class RedisConnection:
         return answer
 
     def ask(self, questions: Sequence[RedisQuestion]) -> list[Any]:
-        """The answers, in order; a Refused in the place of one that Redis refused. Raises Down, and Lost for a value that is no block."""
+        """The answers, in order; a Refused in the place of one that Redis refused. Raises Down, and Lost for a value
+        that is no block."""
         answers: list[Any] = [None] * len(questions)
         left = list(range(len(questions)))
         for attempt in range(ROUNDS):
@@ -193,7 +197,8 @@ class RedisConnection:
         return connection
 
     def _exchange(self, address: Address, questions: Sequence[RedisQuestion]) -> list[Any]:
-        """All questions to one node, up to a window of them under way. ResponseErrors stand among the answers. Raises Down, Lost."""
+        """All questions to one node, up to a window of them under way. ResponseErrors stand among the answers. Raises
+        Down, Lost."""
         connection = self._connection(address)
         answers: list[Any] = []
         self.marked = True
@@ -240,7 +245,8 @@ def _joined(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def _short(connection: Any) -> Any:
-    """By hiredis. Nothing stays behind in its parser: no more questions are under way than answers are read, and these are short."""
+    """By hiredis. Nothing stays behind in its parser: no more questions are under way than answers are read, and these
+    are short."""
     return connection.read_response()
 
 
@@ -268,7 +274,8 @@ def _receive_block(connection: Any, block: memoryview, until: float) -> bytes | 
 
 
 def _other(connection: Any, sock: Any, raw: bytes, until: float) -> None:
-    """An answer that is not a value of the right length: returns for no value. Raises ResponseError, Lost for another length."""
+    """An answer that is not a value of the right length: returns for no value. Raises ResponseError, Lost for another
+    length."""
     part = memoryview(bytearray(256))
     while b"\r\n" not in raw and len(raw) < 4096:
         raw += bytes(part[: _some(sock, part, until)])
@@ -321,7 +328,8 @@ def _refused(error: Exception) -> Refused:
 
 
 def down(error: Exception, address: Address) -> Down:
-    """What failed, by the classes and codes of redis-py and OpenSSL, and a reason in words that says what to look at."""
+    """What failed, by the classes and codes of redis-py and OpenSSL, and a reason in words that says what to look
+    at."""
     node = f"{address[0]}:{address[1]}" if address[1] else address[0]
     text = str(error)[:200]
     if isinstance(error, AuthenticationError):

@@ -1,7 +1,8 @@
 """Where a Redis is and how to come in: the settings of the Redis tier, read from a URL and options, checked once.
 
-The password is in no text that this makes: neither `str`, `repr` nor an error's message. Pure but for `secret`, which reads the password's file at
-each new connection, so that a rotated password needs no restart. Knows nothing of the redis library: a daemon without this tier never loads that.
+The password is in no text that this makes: neither `str`, `repr` nor an error's message. Pure but for `secret`, which
+reads the password's file at each new connection, so that a rotated password needs no restart. Knows nothing of the
+redis library: a daemon without this tier never loads that.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ Address = tuple[str, int]  # host and port; ("/path", 0) for a Unix socket
 
 @dataclass(frozen=True, slots=True)
 class RedisLocation:
-    """nodes: the server, or some nodes of the cluster, or the Sentinels. sentinel: the name of what these watch. ttl (0: none), timeout: seconds.
+    """nodes: the server, or some nodes of the cluster, or the Sentinels. sentinel: the name of what these watch. ttl
+    (0: none), timeout: seconds.
 
     prefix      how the names of the blocks begin; daemons that are to share blocks need the same
     connections to each server at most
@@ -65,14 +67,11 @@ class RedisLocation:
             raise Invalid("cert and key belong together: write both")
         if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", self.prefix, re.ASCII):
             raise Invalid("prefix is 1 to 64 letters, digits, dots, dashes or underscores")
-        if (
-            not 0.05 <= self.timeout <= 60
-            or not 2 <= self.connections <= 256
-            or not 0 <= self.ttl < 2**31
-            or not 0 <= self.db < 65536
-        ):
+        limits = [0.05 <= self.timeout <= 60, 2 <= self.connections <= 256, 0 <= self.ttl < 2**31, 0 <= self.db < 65536]
+        if not all(limits):
             raise Invalid(
-                "timeout is 0.05 to 60 seconds, connections 2 to 256, ttl 0 to 2147483647 seconds, the database 0 to 65535"
+                "timeout is 0.05 to 60 seconds, connections 2 to 256, ttl 0 to 2147483647 seconds, "
+                "the database 0 to 65535"
             )
 
     @property
@@ -101,7 +100,8 @@ class RedisLocation:
             raise Invalid(f"password_file {self.password_file}: {error.strerror}") from None
         if len(raw) > MAX_SECRET:
             raise Invalid(
-                f"password_file {self.password_file} has more than {MAX_SECRET} bytes: it holds the password and a line end, no more"
+                f"password_file {self.password_file} has more than {MAX_SECRET} bytes: "
+                "it holds the password and a line end, no more"
             )
         try:
             return raw.decode().removesuffix("\n").removesuffix("\r")
@@ -113,25 +113,25 @@ class RedisLocation:
         scheme = "unix" if self.unix else "rediss" if self.tls else "redis"
         user = f"{self.user or ''}{':***' if self.password is not None else ''}"
         url = f"{scheme}://{user + '@' if user else ''}{nodes}{f'/{self.db}' if self.db and not self.unix else ''}"
-        said = {
-            "password_file": self.password_file,
-            "ca": self.ca,
-            "cert": self.cert,
-            "sentinel": self.sentinel,
-            "cluster": self.cluster,
-        }
-        options = "".join(
-            f",{name}={str(value).lower() if value is True else value}" for name, value in said.items() if value
-        )
-        return f"url={url}{options},prefix={self.prefix},ttl={self.ttl},timeout={self.timeout:g},connections={self.connections},write={self.write}"
+        options: dict[str, object] = {"url": url}
+        for name in ("password_file", "ca", "cert", "sentinel", "cluster"):
+            if value := getattr(self, name):
+                options[name] = "true" if value is True else value
+        options |= {"prefix": self.prefix, "ttl": self.ttl, "timeout": f"{self.timeout:g}"}
+        options |= {"connections": self.connections, "write": self.write}
+        return ",".join(f"{name}={value}" for name, value in options.items())
 
 
 def parse_url(url: object) -> dict[str, object]:
-    """Fields of `RedisLocation` from "redis://user:password@host:port/db" and its like. Raises Invalid, without repeating the URL: it may hold a password."""
+    """Fields of `RedisLocation` from "redis://user:password@host:port/db" and its like.
+
+    Raises Invalid, without repeating the URL: it may hold a password.
+    """
     match = _URL.fullmatch(url) if isinstance(url, str) and len(url) <= 8192 else None
     if match is None:
         raise Invalid(
-            f"url is not one of Redis: {_SCHEMES}; user and password percent-encoded, so that none of @ / ? # stands in them"
+            f"url is not one of Redis: {_SCHEMES}; user and password percent-encoded, "
+            "so that none of @ / ? # stands in them"
         )
     scheme, login, hosts, path = match.groups()
     found: dict[str, object] = {"tls": scheme == "rediss"}
@@ -149,9 +149,7 @@ def parse_url(url: object) -> dict[str, object]:
         raise Invalid(f"{len(nodes)} hosts; {MAX_NODES} are enough to find a cluster")
     if path not in (None, "/"):
         if not re.fullmatch(r"/[0-9]{1,5}", path, re.ASCII):
-            raise Invalid(
-                'behind the host there is the number of the database or nothing: write url = "redis://host:6379/0"'
-            )
+            raise Invalid('behind the host is the number of the database or nothing: write url = "redis://host:6379/0"')
         found["db"] = int(path[1:])
     return found | {"nodes": tuple(nodes)}
 

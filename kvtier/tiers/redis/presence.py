@@ -1,7 +1,9 @@
-"""What a tier in another place was last heard to have: answers that grow old. A cache of yes and no by key, bounded, so that asking costs no I/O.
+"""What a tier in another place was last heard to have: answers that grow old. A cache of yes and no by key, bounded, so
+that asking costs no I/O.
 
-A yes counts for `HOLD` seconds, then nobody knows; after `FRESH` it is worth asking anew. A no counts for `ABSENT`: somebody else may put the block
-at any moment. What is forgotten first is what was heard longest ago. Reads take no lock (dict reads are atomic); writes take one of its own.
+A yes counts for `HOLD` seconds, then nobody knows; after `FRESH` it is worth asking anew. A no counts for `ABSENT`:
+somebody else may put the block at any moment. What is forgotten first is what was heard longest ago. Reads take no lock
+(dict reads are atomic); writes take one of its own.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class Presence:
         return answer is not None and answer[0] and now - answer[1] <= FRESH
 
     def hear(self, answers: Iterable[tuple[bytes, bool]], handle: int = 0, began: float = 0.0) -> None:
-        """Keeps answers. A yes to a question that `began` before a no was heard does not count: the block was forgotten meanwhile."""
+        """Keeps answers. A yes to a question that `began` before a no was heard does not count: the block was forgotten
+        meanwhile."""
         now = time.monotonic()
         with self._lock:
             for key, here in answers:

@@ -1,8 +1,10 @@
-"""The Redis tier: blocks shared between hosts, one string each, whole or absent, in an engine that others operate. Redis evicts by its own rules.
+"""The Redis tier: blocks shared between hosts, one string each, whole or absent, in an engine that others operate.
+Redis evicts by its own rules.
 
-`find` answers from what was heard lately and never waits: what nobody knows is asked in the background, and `unsure` says so meanwhile. Deletes go
-the same way. Reads and writes are calls with a timeout, over several connections; when Redis fails the breaker opens, every answer is "not here" at
-once, and a thread of the tier's own tries until it is back. A miss after a yes is a miss: Redis evicts, and others delete.
+`find` answers from what was heard lately and never waits: what nobody knows is asked in the background, and `unsure`
+says so meanwhile. Deletes go the same way. Reads and writes are calls with a timeout, over several connections; when
+Redis fails the breaker opens, every answer is "not here" at once, and a thread of the tier's own tries until it is
+back. A miss after a yes is a miss: Redis evicts, and others delete.
 
 Thread-safe; no lock is held over I/O. The value's format and what operators need to know are docs/redis.md.
 """
@@ -34,8 +36,8 @@ PATIENCE = 5.0  # seconds that `close` waits for calls under way
 
 
 class Redis:
-    """Blocks in the Redis at `location`. Connects once on the way in: raises Invalid where the settings are wrong (password, rights,
-    certificate); a Redis that is merely not there is waited for in the background."""
+    """Blocks in the Redis at `location`. Connects once on the way in: raises Invalid where the settings are wrong
+    (password, rights, certificate); a Redis that is merely not there is waited for in the background."""
 
     name = "redis"
 
@@ -51,7 +53,8 @@ class Redis:
     # -- what is known without waiting
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
-        """For each key whether the block was lately heard to be here. No I/O and no lock; what is not known is asked in the background."""
+        """For each key whether the block was lately heard to be here. No I/O and no lock; what is not known is asked in
+        the background."""
         if not self._calls.breaker.closed:
             return [False] * len(keys)
         now, presence, asker = time.monotonic(), self._presence, self._asker
@@ -87,7 +90,8 @@ class Redis:
     # -- calls
 
     def write(self, blocks: Sequence[Outgoing]) -> list[bool]:
-        """Keeps these blocks; what is there already is not sent again. False for what Redis refuses. Raises Unavailable while it fails."""
+        """Keeps these blocks; what is there already is not sent again. False for what Redis refuses. Raises Unavailable
+        while it fails."""
         with self._used():
             calls, presence = self._calls, self._presence
             if calls.health.paused(WRITE):
@@ -110,7 +114,8 @@ class Redis:
             return [out.key in here and not out.namespace.dropped for out in blocks]
 
     def read(self, key: bytes, slot: memoryview, nbytes: int) -> int:
-        """Reads a block into `slot` and returns its checksum, verified. Raises NotFound, Lost (Redis is told to forget it then) or Unavailable."""
+        """Reads a block into `slot` and returns its checksum, verified. Raises NotFound, Lost (Redis is told to forget
+        it then) or Unavailable."""
         with self._used():
             calls, began = self._calls, time.monotonic()
             if self._asker.forgetting(key):
@@ -141,7 +146,8 @@ class Redis:
             return checksum
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Forgets these blocks: here at once, in Redis within 50 ms, or as soon as it answers again. Returns how many were known here."""
+        """Forgets these blocks: here at once, in Redis within 50 ms, or as soon as it answers again. Returns how many
+        were known here."""
         now = time.monotonic()
         known = sum(
             bool(self._presence.get(key, now)) for key in dict.fromkeys(keys) if not self._asker.forgetting(key)
@@ -150,9 +156,11 @@ class Redis:
         return known
 
     def drop(self, namespace: Namespace) -> int:
-        """Forgets a namespace's blocks: here at once, in Redis in the background, by going through all names. Returns how many were known here.
+        """Forgets a namespace's blocks: here at once, in Redis in the background, by going through all names. Returns
+        how many were known here.
 
-        A namespace that was only crowded out of this daemon's registry is not dropped: its blocks are other daemons' too.
+        A namespace that was only crowded out of this daemon's registry is not dropped: its blocks are other daemons'
+        too.
         """
         if not namespace.crowded:
             self._upkeep.dropping[namespace.digest] = None
@@ -161,7 +169,8 @@ class Redis:
     # -- operators
 
     def gauges(self) -> dict[str, int]:
-        """Numbers for operators. capacity, used, blocks and evicted are what Redis said of all its contents a few seconds ago."""
+        """Numbers for operators. capacity, used, blocks and evicted are what Redis said of all its contents a few
+        seconds ago."""
         calls = self._calls
         with calls.lock:
             return {

@@ -1,4 +1,5 @@
-"""What the Redis tier does by itself: the trial of an open breaker, a look at Redis's memory now and then, going through all names for a drop.
+"""What the Redis tier does by itself: the trial of an open breaker, a look at Redis's memory now and then, going
+through all names for a drop.
 
 One thread. Whatever it does, no caller waits for it.
 """
@@ -25,7 +26,8 @@ log = logging.getLogger(__name__)
 
 
 class Upkeep:
-    """`server` is what Redis last said of itself; `dropping` are digests of namespaces whose blocks are being removed."""
+    """`server` is what Redis last said of itself; `dropping` are digests of namespaces whose blocks are being
+    removed."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
@@ -85,7 +87,8 @@ class Upkeep:
         self.server = total
 
     def _drop(self, digest: bytes) -> None:
-        """Goes through all names, in steps, and forgets the blocks whose header has this namespace. From the beginning after a fault."""
+        """Goes through all names, in steps, and forgets the blocks whose header has this namespace. From the beginning
+        after a fault."""
         calls = self._calls
         for address in calls.call(calls.connections.primaries, "read_faults"):
             cursor = b"0"

@@ -4,10 +4,10 @@
     format.json    {"kvtier_ssd": 1, "slab_bytes": N}
     ttl.json       {name of a namespace: seconds}: times-to-live, where there are any
     blocks         slots, in slabs of `slab_bytes`
-    checkpoint.N, journal.N    the index (tiers/journal.py)
+    checkpoint.N, journal.N    the index (journal.py)
 
-Nothing here follows a symbolic link inside the directory. Errors say what to do: Invalid for what a person must change, Unavailable for a directory
-that another process owns, Full for a disk that fails or is full.
+Nothing here follows a symbolic link inside the directory. Errors say what to do: Invalid for what a person must change,
+Unavailable for a directory that another process owns, Full for a disk that fails or is full.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def explained(directory: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        where = f" ({error.filename})" if error.filename else ""
+        file = f" ({error.filename})" if error.filename else ""
         kind = Full if error.errno in _RESOURCES else Invalid
-        raise kind(f"cannot use {directory} as SSD tier: {error.strerror or error}{where}") from None
+        raise kind(f"cannot use {directory} as SSD tier: {error.strerror or error}{file}") from None
 
 
 def make(directory: Path, disk: Disk) -> None:
@@ -52,27 +52,29 @@ def make(directory: Path, disk: Disk) -> None:
 
 
 def claim(directory: Path, disk: Disk) -> int:
-    """A descriptor that holds the directory's lock while it is open. Raises Unavailable if another process owns it, OSError."""
-    guard = disk.open(directory / LOCK, WRITE | CREATE)
+    """A descriptor that holds the directory's lock while it is open. Raises Unavailable if another process owns it,
+    OSError."""
+    lock = disk.open(directory / LOCK, WRITE | CREATE)
     try:
-        fcntl.flock(guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(guard, 0)
-        os.pwrite(guard, str(os.getpid()).encode(), 0)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, str(os.getpid()).encode(), 0)
     except BlockingIOError:
-        owner = os.pread(guard, 20, 0).decode("ascii", "replace").strip()
-        disk.close(guard)
+        owner = os.pread(lock, 20, 0).decode("ascii", "replace").strip()
+        disk.close(lock)
         owner = f"process {owner}" if owner.isdigit() else "a process that does not say which"
         raise Unavailable(
             f"{directory} belongs to another daemon ({owner}): stop it, or give this one a directory of its own"
         ) from None
     except OSError:
-        disk.close(guard)
+        disk.close(lock)
         raise
-    return guard
+    return lock
 
 
 def read_format(directory: Path, disk: Disk) -> int | None:
-    """Bytes of a slab; None for a directory that has no format yet. Raises Invalid for another format or a broken file, OSError."""
+    """Bytes of a slab; None for a directory that has no format yet. Raises Invalid for another format or a broken file,
+    OSError."""
     path = directory / FORMAT_FILE
     try:
         fd = disk.open(path, READ)
@@ -89,7 +91,8 @@ def read_format(directory: Path, disk: Disk) -> int | None:
         raise Invalid(f"{path} is not readable: move {directory} away to start with an empty one") from None
     if version != FORMAT:
         raise Invalid(
-            f"{directory} has SSD format {str(version)[:20]}; this version reads {FORMAT}: move it away, or run the version that wrote it"
+            f"{directory} has SSD format {str(version)[:20]}; this version reads {FORMAT}: "
+            "move it away, or run the version that wrote it"
         )
     if type(slab) is not int or not 0 < slab < 2**40 or slab % SLOT_ALIGN:
         raise Invalid(

@@ -1,7 +1,8 @@
-"""Every call that the SSD tier makes to the file system, in one place: what a test stands in for to lose, tear, refuse or hold up a write.
+"""Every call that the SSD tier makes to the file system, in one place: what a test stands in for to lose, tear, refuse
+or hold up a write.
 
-One rule: nothing but regular files is opened, and no symbolic link is followed at the last step of a path. All methods raise OSError. Stateless,
-thread-safe; all but `free` may block for as long as the disk does.
+One rule: nothing but regular files is opened, and no symbolic link is followed at the last step of a path. All methods
+raise OSError. Stateless, thread-safe; all but `free` may block for as long as the disk does.
 """
 
 from __future__ import annotations
@@ -13,9 +14,7 @@ from pathlib import Path
 
 READ, WRITE, APPEND, DIRECT = os.O_RDONLY, os.O_RDWR, os.O_RDWR | os.O_APPEND, os.O_DIRECT
 CREATE, FRESH = os.O_CREAT, os.O_CREAT | os.O_EXCL
-_ALWAYS = (
-    os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
-)  # O_NONBLOCK: opening a pipe that somebody planted would wait
+_ALWAYS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY  # O_NONBLOCK: opening a planted pipe would wait
 
 
 class Disk:

@@ -1,7 +1,9 @@
-"""The SSD tier's index as it lives: a journal that follows the ledger, tombstones that wait for it, checkpoints that shorten it.
+"""The SSD tier's index as it lives: a journal that follows the ledger, tombstones that wait for it, checkpoints that
+shorten it.
 
-`lock` keeps the journal in order: who changes what it says holds it, for as long as the disk takes. `tier_lock` is the tier's own lock, held
-for microseconds inside it. A thread, the keeper, journals tombstones that no write takes along and writes checkpoints.
+`lock` keeps the journal in order: who changes what it says holds it, for as long as the disk takes. `tier_lock` is the
+tier's own lock, held for microseconds inside it. A thread, the keeper, journals tombstones that no write takes along
+and writes checkpoints.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ class Tombstones:
 
 
 class JournalNamespaces:
-    """Namespaces that the journal has a description of, each under a number that is never used for another. Under the tier's lock.
+    """Namespaces that the journal has a description of, each under a number that is never used for another. Under the
+    tier's lock.
 
     limit   bytes of their frames
     """
@@ -144,7 +147,8 @@ class Index:
     # -- start and end
 
     def load(self, register: Register) -> Records:
-        """What is live by the journal, oldest first, under the handles of namespaces that `register` makes. Reads index files only.
+        """What is live by the journal, oldest first, under the handles of namespaces that `register` makes. Reads index
+        files only.
 
         Blocks of a namespace that is not understood are left out; a later checkpoint does not name them.
         """
@@ -168,7 +172,8 @@ class Index:
             self._tombstones.add(key)
 
     def start(self, failed: Callable[[OSError], None]) -> None:
-        """Once the ledger holds what `load` said. `failed` hears of faults of the disk while tombstones are journalled."""
+        """Once the ledger holds what `load` said. `failed` hears of faults of the disk while tombstones are
+        journalled."""
         self._failed = failed
         self._journal.spare = self._spare()
         if self._journal.total + self._journal.spare > self._journal.limit:  # the capacity was made smaller
@@ -232,7 +237,8 @@ class Index:
     # -- what is asked of it, under the tier's lock
 
     def has_space(self, blocks: int) -> bool:
-        """Whether so many blocks can be journalled, with as many that go for them. Waits a moment for a checkpoint, if that is what it needs."""
+        """Whether so many blocks can be journalled, with as many that go for them. Waits a moment for a checkpoint, if
+        that is what it needs."""
         need = _FRAMES + 2 * blocks * RECORD.itemsize
         self._tight |= self._journal.free < need
         if self._tight:
@@ -330,7 +336,8 @@ class Index:
 
 
 def _handle_of(register: Register, tenant: str, description: bytes) -> int | None:
-    """The handle of a namespace that the directory holds. None for one of a newer version: its blocks are unreadable, not dangerous."""
+    """The handle of a namespace that the directory holds. None for one of a newer version: its blocks are unreadable,
+    not dangerous."""
     try:
         check_text("tenant", tenant)
         return register(description, tenant).handle

@@ -1,8 +1,9 @@
-"""Checks an SSD directory while no daemon has it: every index file, every record, the header and every byte of every block, and what else lies there.
+"""Checks an SSD directory while no daemon has it: every index file, every record, the header and every byte of every
+block, and what else lies there.
 
-Holds the directory's lock meanwhile. Changes nothing unless told to repair; then blocks that fail are forgotten, ends of index files that are not
-whole and files that do not belong are moved to `quarantine/`, and what a checkpoint has replaced is removed. What is repaired is a directory as a
-daemon leaves it. Reads no symbolic link. Not for threads.
+Holds the directory's lock meanwhile. Changes nothing unless told to repair; then blocks that fail are forgotten, ends
+of index files that are not whole and files that do not belong are moved to `quarantine/`, and what a checkpoint has
+replaced is removed. What is repaired is a directory as a daemon leaves it. Reads no symbolic link. Not for threads.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Damage:
 
 @dataclass(slots=True)
 class DirectoryReport:
-    """What was looked at, and what was found. `blocks` are those that the index knows, `whole` those that passed; `nbytes` are of whole blocks."""
+    """What was looked at, and what was found. `blocks` are those that the index knows, `whole` those that passed;
+    `nbytes` are of whole blocks."""
 
     blocks: int = 0
     whole: int = 0

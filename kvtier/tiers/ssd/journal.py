@@ -1,13 +1,15 @@
-"""The index of an SSD directory on disk: an append-only journal of what was put and what was forgotten, and checkpoints that shorten it.
+"""The index of an SSD directory on disk: an append-only journal of what was put and what was forgotten, and checkpoints
+that shorten it.
 
     frame     magic u32 | kind u32 | body bytes u64 | xxh3-64 of the body, seeded with kind and length, u64 | body
     kind 1    records of 64 bytes: put or forget a block
     kind 2    a namespace: number u32 | bytes of tenant u32 | tenant | canonical description
     kind 3    end of a checkpoint (empty body)
 
-checkpoint.N is the state before journal.N; reading is checkpoint.N, journal.N, journal.N+1 ... A torn frame ends the file it stands in: what
-follows there never happened. Appends are whole or nothing: what a failed one left is cut off before the next. All index files together
-never have more than `limit` bytes. Little-endian. Not thread-safe: the tier locks; only `checkpoint` may run beside appends.
+checkpoint.N is the state before journal.N; reading is checkpoint.N, journal.N, journal.N+1 ... A torn frame ends the
+file it stands in: what follows there never happened. Appends are whole or nothing: what a failed one left is cut off
+before the next. All index files together never have more than `limit` bytes. Little-endian. Not thread-safe: the tier
+locks; only `checkpoint` may run beside appends.
 """
 
 from __future__ import annotations
@@ -74,7 +76,8 @@ class Journal:
         self.damaged: list[str] = []  # files with a frame that did not pass its check at `load`
 
     def load(self) -> Iterator[NamespaceEntry | bytes]:
-        """Everything in order: namespaces, and records as bytes. Then opens a journal for appends. Reads index files only, never data."""
+        """Everything in order: namespaces, and records as bytes. Then opens a journal for appends. Reads index files
+        only, never data."""
         files = files_in(self._directory)
         base = files.base
         if base:
@@ -97,7 +100,8 @@ class Journal:
         return self.limit - self.total - (0 if self._coming else self.spare)
 
     def append(self, records: Records, told: Iterable[NamespaceEntry] = ()) -> None:
-        """Records in one frame, after frames of namespaces they name. Raises OSError or Full (of the limit) with nothing appended."""
+        """Records in one frame, after frames of namespaces they name. Raises OSError or Full (of the limit) with
+        nothing appended."""
         data = b"".join(_frame(_NAMESPACE, _namespace_body(*one)) for one in told)
         data += _frame(_RECORDS, records.tobytes())
         if len(data) > self.free:
@@ -119,7 +123,8 @@ class Journal:
         self.since += len(data)
 
     def rotate(self) -> int:
-        """Appends go to a new file from here on; returns its number, which `checkpoint` takes. Raises OSError with nothing changed."""
+        """Appends go to a new file from here on; returns its number, which `checkpoint` takes. Raises OSError with
+        nothing changed."""
         if self._torn:
             self._cut()
         fd, number, end = self._start(self.number + 1)
@@ -129,7 +134,8 @@ class Journal:
         return number
 
     def checkpoint(self, number: int, namespaces: Mapping[int, tuple[str, bytes]], records: Records) -> None:
-        """Writes the state as it was at `rotate`, under a name that is no index file's yet. Raises OSError with nothing left of it.
+        """Writes the state as it was at `rotate`, under a name that is no index file's yet. Raises OSError with nothing
+        left of it.
 
         May run beside appends, between `expect` and `replace`.
         """
@@ -154,7 +160,8 @@ class Journal:
         self._coming = nbytes
 
     def replace(self, number: int, written: bool) -> None:
-        """The end of a checkpoint: if written, it takes the place of what came before. Raises OSError; both stand there then, or the old alone."""
+        """The end of a checkpoint: if written, it takes the place of what came before. Raises OSError; both stand there
+        then, or the old alone."""
         self._coming = 0
         try:
             if written:
@@ -256,7 +263,8 @@ def files_in(directory: Path) -> IndexFiles:
 
 
 def frames_of(file: BinaryIO, size: int) -> Generator[NamespaceEntry | bytes, None, int]:
-    """The frames of an index file of `size` bytes: namespaces, and records as bytes. Returns the bytes up to the first frame that is not whole."""
+    """The frames of an index file of `size` bytes: namespaces, and records as bytes. Returns the bytes up to the first
+    frame that is not whole."""
     good = 0
     while good < size:
         frame = _read_frame(file, size - good)

@@ -1,4 +1,5 @@
-"""From the index on disk to what is live, and back: records as columns, a million in seconds. Pure functions over arrays."""
+"""From the index on disk to what is live, and back: records as columns, a million in seconds. Pure functions over
+arrays."""
 
 from __future__ import annotations
 
@@ -26,9 +27,11 @@ def read(entries: Iterable[NamespaceEntry | bytes]) -> tuple[Records, Described]
 
 
 def latest(records: Records) -> Records:
-    """What is left of puts and forgets, in the order of puts: of each key the last that was not forgotten after, unless a later put took its slot.
+    """What is left of puts and forgets, in the order of puts: of each key the last that was not forgotten after, unless
+    a later put took its slot.
 
-    A slot once given to another block is lost to the earlier one for good, also if the later was forgotten since and the earlier's end is not told.
+    A slot once given to another block is lost to the earlier one for good, also if the later was forgotten since and
+    the earlier's end is not told.
     """
     keys = keys_of(records)
     puts = np.flatnonzero(records["kind"] == PUT)
@@ -97,7 +100,8 @@ def join(first: Records, second: Records) -> Records:
 
 
 class Snapshot:
-    """All sealed blocks of a ledger at one moment. Made under the ledger's lock, in 20 ms a million blocks; `records` takes the rest of the time."""
+    """All sealed blocks of a ledger at one moment. Made under the ledger's lock, in 20 ms a million blocks; `records`
+    takes the rest of the time."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._columns, self._keys = ledger.copy_sealed()

@@ -1,13 +1,16 @@
-"""The SSD tier: blocks in one preallocated file, slot by slot as they stand in the arena, and a journal that says which is where.
+"""The SSD tier: blocks in one preallocated file, slot by slot as they stand in the arena, and a journal that says which
+is where.
 
-Bytes go straight between file and slot (O_DIRECT; through the page cache where the file system refuses, logged once). Order of a put: what is
-evicted for it is journalled as forgotten, then the data is written, then the journal says "here". So after a crash at any point each block is
-whole or absent; a power cut without `sync` can leave a record without its data, which the checksum turns into a miss. A start reads the index only.
-The capacity is a hard cap on everything in the directory, checked before writing, beside a floor of free space on the file system.
-A fault of the disk degrades the tier (gauge, one log line a change; tried again after a pause), never the daemon.
+Bytes go straight between file and slot (O_DIRECT; through the page cache where the file system refuses, logged once).
+Order of a put: what is evicted for it is journalled as forgotten, then the data is written, then the journal says
+"here". So after a crash at any point each block is whole or absent; a power cut without `sync` can leave a record
+without its data, which the checksum turns into a miss. A start reads the index only. The capacity is a hard cap on
+everything in the directory, checked before writing, beside a floor of free space on the file system. A fault of the
+disk degrades the tier (gauge, one log line a change; tried again after a pause), never the daemon.
 
-Thread-safe. The index's lock keeps the journal in order and may be held for as long as the disk takes; `_lock` guards everything in memory and is held
-for microseconds, never over I/O, so that a question never waits for a disk. Taken in this order. The format is docs/ssd.md.
+Thread-safe. The index's lock keeps the journal in order and may be held for as long as the disk takes; `_lock` guards
+everything in memory and is held for microseconds, never over I/O, so that a question never waits for a disk. Taken in
+this order. The format is docs/ssd.md.
 """
 
 from __future__ import annotations
@@ -39,7 +42,7 @@ from kvtier.tiers.ssd.journal import Journal
 from kvtier.tiers.tier import Outgoing
 
 MIN_CAPACITY, MAX_CAPACITY = 4 * 2**20, 2**44  # a slot's place is 32 bits of pages
-# One part in 16 of the capacity is kept for journal and checkpoints: a record of 64 bytes for each slot of 4 KiB, four times.
+# One part in 16 of the capacity is for journal and checkpoints: four records of 64 bytes for each slot of 4 KiB.
 INDEX_SHARE = 16
 MIN_INDEX = 2**18  # bytes
 SMALL = 2**16  # of that for the small files, and for what files take beyond their sizes
@@ -69,8 +72,8 @@ class SsdTotals:
 
 
 class FailedReads:
-    """Blocks whose last read failed: absent for a while, given up after `MAX_FAULTS`. Under the tier's lock, but for `wait` and the truth of the
-    whole, which are single reads of a dict."""
+    """Blocks whose last read failed: absent for a while, given up after `MAX_FAULTS`. Under the tier's lock, but for
+    `wait` and the truth of the whole, which are single reads of a dict."""
 
     def __init__(self) -> None:
         self._until: dict[bytes, tuple[float, int]] = {}
@@ -115,11 +118,12 @@ class Ssd:
     """Blocks in a directory that belongs to this process.
 
     capacity    bytes of everything in the directory, never exceeded
-    register    makes a namespace known from its description and tenant (Namespaces.register), called for what the directory holds
+    register    makes a namespace known from description and tenant (Namespaces.register): for what the directory holds
     sync        a written block also survives a power cut
     min_free    bytes that stay free on the file system for others; the file does not grow below that
 
-    Raises Invalid (unusable directory or size), Unavailable (another process owns it), Full (a disk that fails, or no descriptors).
+    Raises Invalid (unusable directory or size), Unavailable (another process owns it), Full (a disk that fails, or no
+    descriptors).
     """
 
     name = "ssd"
@@ -156,7 +160,8 @@ class Ssd:
             self._files = stack.pop_all()
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
-        """For each key whether the block is here, and not one that could not be read a moment ago. No I/O and no lock: dict reads are atomic."""
+        """For each key whether the block is here, and not one that could not be read a moment ago. No I/O and no lock:
+        dict reads are atomic."""
         rows, now = self._ledger.find_each(keys), time.monotonic() if self._failed_reads else 0.0
         waits = self._failed_reads.wait
         return [row is not None and not (now and waits(key, now)) for key, row in zip(keys, rows, strict=True)]
@@ -166,7 +171,8 @@ class Ssd:
         return [False] * len(keys)
 
     def write(self, blocks: Sequence[Outgoing]) -> list[bool]:
-        """Keeps blocks, evicting what was used longest ago. For each whether it is here now; False after a fault or without space."""
+        """Keeps blocks, evicting what was used longest ago. For each whether it is here now; False after a fault or
+        without space."""
         with self._used():
             placed: Placed = []
             try:
@@ -198,7 +204,8 @@ class Ssd:
                 return self._known(blocks)
 
     def read(self, key: bytes, slot: memoryview, nbytes: int) -> int:
-        """Reads a block into `slot` (its whole slot is read) and returns its checksum, verified. Raises NotFound, Lost or Unavailable."""
+        """Reads a block into `slot` (its whole slot is read) and returns its checksum, verified. Raises NotFound, Lost
+        or Unavailable."""
         ledger = self._ledger
         with self._used():
             with self._lock:
@@ -227,7 +234,8 @@ class Ssd:
             return checksum
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Forgets these blocks. Their tombstones are on disk when this returns, unless the disk takes longer than 50 ms."""
+        """Forgets these blocks. Their tombstones are on disk when this returns, unless the disk takes longer than 50
+        ms."""
         with self._lock:
             rows = list(dict.fromkeys(row for row in self._ledger.find_each(keys) if row is not None))
             self._forget(rows)
@@ -289,7 +297,8 @@ class Ssd:
             assert self._users or held == dict.fromkeys(self._quarantine, 1), "a row is leased and nobody reads it"
 
     def close(self) -> None:
-        """Ends the thread and closes files; the directory is free then. If the disk keeps a call for longer than `PATIENCE`, both stay ours."""
+        """Ends the thread and closes files; the directory is free then. If the disk keeps a call for longer than
+        `PATIENCE`, both stay ours."""
         with self._lock:
             self._closing = True
             idle = self._lock.wait_for(lambda: not self._users, PATIENCE)
@@ -301,7 +310,8 @@ class Ssd:
     # -- start and end
 
     def _open(self, register: Register, stack: ExitStack) -> None:
-        """Reads the index, opens the data file. What `stack` gets is closed in the end. Raises Invalid for a directory of another format, OSError."""
+        """Reads the index, opens the data file. What `stack` gets is closed in the end. Raises Invalid for a directory
+        of another format, OSError."""
         usable = min(self.capacity, max(MIN_CAPACITY, self._disk.free(self._path)[0] - self._min_free))
         index = max(MIN_INDEX, usable // INDEX_SHARE)
         data = usable - index
@@ -406,7 +416,8 @@ class Ssd:
             placed.append((out, rows[0]))
 
     def _seal(self, placed: Placed) -> None:
-        """The data is written: journals it, then makes it known. Raises OSError with nothing known; else empties `placed`."""
+        """The data is written: journals it, then makes it known. Raises OSError with nothing known; else empties
+        `placed`."""
         ledger = self._ledger
         with self._lock:
             known = self._known([out for out, _ in placed])
@@ -435,7 +446,8 @@ class Ssd:
     # -- the end of a read, and forgetting; under the lock
 
     def _done_reading(self, row: int, key: bytes, nbytes: int, fault: Exception | None) -> None:
-        """Ends a read's lease. A block that failed its check, or cannot be read again and again, leaves the index; its slot is not used for now."""
+        """Ends a read's lease. A block that failed its check, or cannot be read again and again, leaves the index; its
+        slot is not used for now."""
         if fault is None:
             self.totals.read_blocks += 1
             self.totals.read_bytes += nbytes
