@@ -18,8 +18,9 @@ MAX_MODELS = 64
 HELP = """kvtier L2 adapter, adapter_params:
 - namespaces (object): the name under which LMCache knows a model -> file with its description (required);
   `kvtier namespace MODEL --save FILE` writes such a file
-- socket (str): path of the daemon's socket (default: where kvtier-server listens) - max_capacity_gb (number): what
-LMCache's own eviction may fill, in GiB (default 0: LMCache evicts nothing here, the daemon does)"""
+- socket (str): path of the daemon's socket (default: where kvtier-server listens)
+- max_capacity_gb (number): what LMCache's own eviction may fill, in GiB
+  (default 0: LMCache evicts nothing here, the daemon does)"""
 
 
 class KvtierL2AdapterConfig(L2AdapterConfigBase):

@@ -44,7 +44,10 @@ class Server:
         self.port, self.http = free_port(), free_port()
 
     def spawn(self) -> subprocess.Popen[bytes]:
-        said = f"--host 127.0.0.1 --port {self.port} --http-host 127.0.0.1 --http-port {self.http} --chunk-size 256 --l1-size-gb 0.5"
+        said = (
+            f"--host 127.0.0.1 --port {self.port} --http-host 127.0.0.1 --http-port {self.http} --chunk-size 256 "
+            "--l1-size-gb 0.5"
+        )
         said += " --no-l1-use-lazy --eviction-policy LRU --supported-transfer-mode auto"
         with self.log.open("wb") as log:
             return subprocess.Popen(
@@ -75,7 +78,10 @@ class Server:
 
     def drive(self) -> str:
         """What LMCache's own benchmark says of it."""
-        said = f"--rpc-url tcp://127.0.0.1:{self.port} --url http://127.0.0.1:{self.http} --mode cpu --transfer-mode engine_driven"
+        said = (
+            f"--rpc-url tcp://127.0.0.1:{self.port} --url http://127.0.0.1:{self.http} --mode cpu "
+            "--transfer-mode engine_driven"
+        )
         said += f" --num-blocks 128 --num-tokens {256 * CHUNKS} --start 0 --end {PROMPTS} --interval 0.05"
         command = [LMCACHE, "bench", "server", *said.split(), "--kvcache-shape-spec", "(2,128,16,8,64):uint8:8"]
         done = subprocess.run(
@@ -151,7 +157,10 @@ def test_lmcaches_bench_of_the_adapter_verifies(daemon: Daemon, tmp_path: Path, 
         "config_class_name": "KvtierL2AdapterConfig",
     }
     adapter = json.dumps(json.loads(spec(daemon, path, namespaces={"bench-model": str(path)})) | settled)
-    said = f"--num-keys 8 --data-size-kb {kib} --rounds 3 --warmup-rounds 1 --in-flight 2 --no-skip-verify --lookup-max-hit-rate 1.0"
+    said = (
+        f"--num-keys 8 --data-size-kb {kib} --rounds 3 --warmup-rounds 1 --in-flight 2 --no-skip-verify "
+        "--lookup-max-hit-rate 1.0"
+    )
     command = [LMCACHE, "bench", "l2", "--l2-adapter", adapter, *said.split()]
     done = subprocess.run(
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=WAIT, env=environment(), check=False

@@ -128,57 +128,10 @@ def test_flags_follow_the_cache_until_it_is_fixed() -> None:
         flags._flags, flags._fixed = before
 
 
-SELECTION = """
-import sys, types, torch
-for name in ("vllm._C_stable_libtorch", "vllm._C"):
-    sys.modules.setdefault(name, types.ModuleType(name))
-import vllm.platforms
-import vllm.platforms.cuda as cuda
-from vllm.platforms.interface import DeviceCapability
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.attention.selector import AttentionSelectorConfig
-from kvtier.connectors.vllm import backend
-
-platform = cuda.CudaPlatformBase
-vllm.platforms.current_platform.is_cpu = lambda: False
-backend.register()
-backend.register()
-assert AttentionBackendEnum.CUSTOM.get_path() == backend.ON_GPU and not AttentionBackendEnum.CPU_ATTN.is_overridden()
-
-def ask(capability=(9, 0), **options):
-    platform.get_device_capability = classmethod(lambda cls, device_id=0: DeviceCapability(*capability))
-    asked = dict(head_size=128, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=16, **{})
-    asked.update(options)
-    try:
-        return platform.get_attn_backend_cls(AttentionBackendEnum.CUSTOM, AttentionSelectorConfig(**asked))
-    except ValueError as error:
-        return "refused: " + str(error)
-
-fine = [{}, {"kv_cache_dtype": "bfloat16"}, {"block_size": 48, "use_kv_connector": True}, {"has_sliding_window": True},
-{"has_sink": True},
-        {"dtype": torch.float16}, {"head_size": 64}, {"head_size": 256}, {"capability": (8, 0)}]
-for options in fine:
-    assert ask(**options) == backend.ON_GPU, (options, ask(**options))
-refused = [({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"), ({"head_size": 72}, "head_size"), ({"dtype": torch.float32},
-"dtype"),
-           ({"block_size": 24}, "block_size"), ({"use_mla": True}, "MLA"), ({"use_mm_prefix": True}, "multimodal"),
-           ({"attn_type": "encoder_only"}, "attention type"), ({"capability": (7, 5)}, "compute capability"),
-           ({"use_non_causal": True}, "non-causal")]
-for options, words in refused:
-    said = ask(**options)
-    assert said.startswith("refused") and words in said, (options, said)
-made = AttentionBackendEnum.CUSTOM.get_class()
-assert made.kvtier_dual and not made.forward_includes_kv_cache_update and made.supported_kv_cache_layouts() is None
-assert made.get_builder_cls()._cudagraph_support.name == "UNIFORM_SINGLE_TOKEN_DECODE"
-print("ok")
-"""
-
-
 def test_vllm_selects_the_backend_on_a_gpu_and_refuses_what_it_lacks() -> None:
     """CudaPlatform's own rules, with a capability that is made up: no GPU is there, and no kernel runs."""
-    done = subprocess.run(
-        [sys.executable, "-c", SELECTION], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
-    )
+    command = [sys.executable, "-m", "tests.support.programs.select_attention"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0 and done.stdout.strip().endswith("ok"), done.stderr[-3000:]
 
 
