@@ -19,7 +19,7 @@ from kvtier.models import capacity
 from kvtier.models.advice import Advice, advise, guard, uncalibrated
 from kvtier.models.capacity import Choice
 from kvtier.models.model_config import ModelCaches, read_caches
-from kvtier.server.setting_values import parse_size
+from kvtier.server.settings import parse_size
 
 _PAIR = re.compile(r"(\d+):(\d+(?:\.\d+)?)", re.ASCII)
 

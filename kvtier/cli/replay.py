@@ -15,7 +15,7 @@ from kvtier.cli.app import Common, command
 from kvtier.cli.output import Exit
 from kvtier.cli.simulator import BELADY, POLICIES, SHARES, at_bytes, at_shares, distinct, load
 from kvtier.errors import Invalid
-from kvtier.server.setting_values import parse_size
+from kvtier.server.settings import parse_size
 
 NAMES = (*POLICIES, BELADY)
 Rows = list[dict[str, Any]]

@@ -1,4 +1,4 @@
-"""Where a daemon listens when nothing else is said. Both ends ask here."""
+"""The default sockets: where a daemon listens, and a client connects, when no setting says otherwise."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ def default_socket() -> Path:
 
 
 def grpc_beside(path: str) -> str:
-    """The gRPC socket beside the socket of the unix transport, for clients that cannot map the arena: kvtier.sock has kvtier.sock.grpc."""
+    """The gRPC socket beside `path`, for clients that cannot map the arena: kvtier.sock has kvtier.sock.grpc."""
     return f"{path}.grpc"

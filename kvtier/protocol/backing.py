@@ -1,4 +1,7 @@
-"""Memory behind a mapping, by the calls that Python does not have: madvise and mmap(2) at an address. Both ends of the arena use it."""
+"""madvise and mmap(2) at an address, which Python does not offer: how the arena's memory is backed and mapped.
+
+Both ends use it.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""The lane's frames: a header of 24 bytes, then one protobuf message. Both ends use this file.
+"""The wire format of the Unix transport: a header of 24 bytes, then one protobuf message. Both ends use this file.
 
 request  magic u16 | version u8 | verb u8   | length u32 | request id u64 | deadline in ms u64
-reply    magic u16 | version u8 | status u8 | length u32 | request id u64 | boot id u64       (little-endian; status 0 or an error's code)
+reply    magic u16 | version u8 | status u8 | length u32 | request id u64 | boot id u64
 
-An error's body is its message as UTF-8. Frames have at most 4 KiB before the hello is answered and 1 MiB after it. After the hello a client may
-send the next call before it has read the last answer: answers come in the order of the calls. A release whose verb carries QUIET has no answer.
+All numbers are little-endian; status is 0 or an error's code. An error's body is its message as UTF-8. Frames have at
+most 4 KiB before the hello is answered and 1 MiB after it. After the hello a client may send the next call before it
+has read the last answer: answers come in the order of the calls. A release whose verb carries QUIET has no answer.
 Sockets are blocking with SO_RCVTIMEO and SO_SNDTIMEO (settimeout() would poll before each call and cost 40 us a pair).
 """
 
@@ -75,9 +76,10 @@ def pack(kind: int, request: int, extra: int, body: bytes) -> bytes:
 
 
 class Buffer:
-    """Room for one frame of the largest size, of which only what frames have filled is in memory: many sockets are mostly idle.
+    """Space for one frame of the largest size.
 
-    Of the large frames only as many are in memory at a time as `gate` has places, if there is one; more wait for their turn.
+    Only what frames have filled of it is in memory, because most sockets are idle. At most as many large frames are in
+    memory at a time as `gate` has places, if there is a gate; others wait for a place.
     """
 
     def __init__(self, gate: threading.Semaphore | None = None) -> None:
@@ -89,9 +91,9 @@ class Buffer:
         self._next = self._after = 0  # bytes of the next frame that came with the last one, and where they lie
 
     def receive(self, sock: socket.socket, within: float) -> tuple[int, int, int, memoryview]:
-        """`receive` into this buffer, which keeps what came of the next frame. `done` must follow, also after an error.
+        """`receive` into this buffer, which keeps the bytes of the next frame that came with this one.
 
-        Raises Full as well, if a large frame had no turn `within` seconds.
+        `done` must follow, also after an error. Raises Full as well, if a large frame found no place `within` seconds.
         """
         have, self._next = self._next, 0
         if have:
@@ -104,7 +106,7 @@ class Buffer:
         return kind, request, extra, self._view[HEADER.size : end]
 
     def done(self) -> None:
-        """The body is done with: gives the memory of a large frame back, and its place."""
+        """Ends the use of the body: gives the memory of a large frame back, and its place."""
         if self._large:
             self._large = False
             self._map.madvise(mmap.MADV_DONTNEED)
@@ -122,10 +124,11 @@ class Buffer:
 
 
 def receive(sock: socket.socket, buffer: memoryview, within: float) -> tuple[int, int, int, memoryview]:
-    """One frame, usually by one recv: (verb or status, request id, deadline or boot id, body). The body lies in `buffer` until the next call.
+    """One frame, usually by one recv: (verb or status, request id, deadline or boot id, body).
 
-    Raises Closed or Idle between frames; TimeoutError if a frame that has begun is not whole `within` seconds; ConnectionError if the peer
-    goes away inside one; Invalid for a wrong magic or version, a frame larger than the buffer or bytes after the frame.
+    The body lies in `buffer`. Raises Closed or Idle between frames; TimeoutError if a frame that has begun is not
+    whole `within` seconds; ConnectionError if the peer goes away inside one; Invalid for a wrong magic or version, a
+    frame larger than the buffer or bytes after the frame.
     """
     return continue_receive(sock, buffer, _first(sock, buffer), within)
 
@@ -153,14 +156,17 @@ def continue_receive(
 def _whole(
     sock: socket.socket, buffer: memoryview, have: int, within: float, enter: Callable[[int, float], None] | None = None
 ) -> tuple[int, int, int, int, int]:
-    """(verb or status, request id, deadline or boot id, where the frame ends, bytes received). `enter` hears the end before the rest is received."""
+    """(verb or status, request id, deadline or boot id, where the frame ends, bytes received).
+
+    `enter` is called with the end before the rest is received.
+    """
     until = 0.0
     if have < HEADER.size:
         until = time.monotonic() + within
         have = _receive_until(sock, buffer, have, HEADER.size, until)
     magic, version, kind, length, request, extra = HEADER.unpack_from(buffer)
     if magic != MAGIC or version != VERSION:
-        raise Invalid(f"not a frame of lane version {VERSION}: it begins with {bytes(buffer[:4]).hex()}")
+        raise Invalid(f"not a frame of version {VERSION}: it begins with {bytes(buffer[:4]).hex()}")
     end = HEADER.size + length
     if end > len(buffer):
         raise Invalid(f"a frame with a body of {length} bytes; the limit is {len(buffer) - HEADER.size}")
@@ -183,33 +189,3 @@ def _receive_until(sock: socket.socket, buffer: memoryview, have: int, end: int,
             raise ConnectionError("the peer went away inside a frame")
         have += got
     return have
-
-
-def check_fields(body: memoryview, most: int) -> None:
-    """Raises Invalid if a message has more than `most` fields at its top level. Looks at no more than these.
-
-    Parsing costs 130 bytes of memory for each sub-message, and an empty one is two bytes on the wire: 1 MiB would become 66.
-    """
-    at, end = 0, len(body)
-    for _ in range(most + 1):
-        if at >= end:
-            return
-        tag, at = _varint(body, at)
-        kind = tag & 7
-        if kind == 2:
-            length, at = _varint(body, at)
-            at += length
-        else:
-            at = _varint(body, at)[1] if kind == 0 else at + (8 if kind == 1 else 4)
-    raise Invalid(f"a message with more than {most} fields")
-
-
-def _varint(body: memoryview, at: int) -> tuple[int, int]:
-    """A number and where it ends; (0, the end) where there is none, which the parser will refuse."""
-    value = shift = 0
-    for i in range(at, min(at + 10, len(body))):
-        value |= (body[i] & 0x7F) << shift
-        if body[i] < 0x80:
-            return value, i + 1
-        shift += 7
-    return 0, len(body)

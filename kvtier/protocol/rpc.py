@@ -1,7 +1,8 @@
-"""What both ends of gRPC agree on: names of methods, how bytes are framed, status codes, keep-alive and limits. No state, no I/O.
+"""What both ends of gRPC agree on: names of methods, how bytes are framed, status codes, keep-alive, sizes of messages.
 
-A bulk message is a `Chunk`, whose tag and length are written and read here by hand: through a protobuf field every byte would be copied twice
-more (1.4 to 5 CPU seconds a GB instead of 0.8 to 1.2), and generated stubs of any language still understand it.
+No state, no I/O. Put and get carry bytes as `Chunk` messages, whose tag and length are written and read here by hand:
+through a protobuf field every byte would be copied twice more (1.4 to 5 CPU seconds a GB instead of 0.8 to 1.2), and
+generated stubs of any language still understand it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from kvtier.errors import (
     Unauthenticated,
     Unavailable,
 )
+from kvtier.protocol.fields import read_varint, write_varint
 from kvtier.protocol.frames import Verb
 from kvtier.protocol.v1 import kvtier_pb2 as pb
 
@@ -41,13 +43,14 @@ METHODS: dict[int, str] = {
     Verb.UNPIN: "Unpin",
     Verb.TTL: "SetTtl",
 }
-PUT, GET = "Put", "Get"  # the two that carry bytes: on the lane these are reserve and seal, lease and release
+PUT, GET = "Put", "Get"  # the two that carry bytes: the Unix transport has reserve and seal, lease and release instead
 
 MAX_MESSAGE = 4 * 2**20  # bytes, either way: gRPC's own default, so that a client of any language can read every answer
 MAX_DETAILS = 1024  # characters of an error's message: it travels as HTTP/2 trailers, of which peers take 8 KiB
-PING = 30.0  # seconds between a client's pings on a quiet connection; the door suffers three times as many
+PING = 30.0  # seconds between a client's pings on a quiet connection; the server accepts three times as many
 _PING_PATIENCE = 10.0
-_DATA, _MESSAGE = b"\x0a", b"\x12"  # tags of Chunk's fields 1 and 2, both length-delimited
+_DATA, _MESSAGE = b"\x0a", b"\x12"  # tags of Chunk's fields 1 and 2, both with a length
+_LENGTH_DIGITS = 5  # bytes of the number that says it
 
 # One table, both ways. Going back, the first error of a code is the one that is raised.
 STATUS: dict[type[KvtierError], grpc.StatusCode] = {
@@ -84,49 +87,37 @@ def error_of(code: grpc.StatusCode, details: str) -> KvtierError:
 
 def data_chunk(piece: bytes | memoryview) -> bytes:
     """A Chunk with this piece as its data: one copy."""
-    return b"".join((_DATA, _varint(len(piece)), piece))
+    return b"".join((_DATA, write_varint(len(piece)), piece))
 
 
 def message_chunk(message: Message) -> bytes:
     """A Chunk with this message inside."""
     raw = message.SerializeToString()
-    return b"".join((_MESSAGE, _varint(len(raw)), raw))
+    return b"".join((_MESSAGE, write_varint(len(raw)), raw))
 
 
 def open_chunk(raw: bytes) -> tuple[bool, memoryview]:
-    """(whether it is a message, its bytes without a copy). Raises Invalid for what is no Chunk, or one that holds nothing."""
-    tag, at, length, shift = raw[:1], 1, 0, 0
+    """(whether it is a message, its bytes without a copy).
+
+    Raises Invalid for what is no Chunk, or one that holds nothing.
+    """
+    tag = raw[:1]
     if tag in (_DATA, _MESSAGE):
-        while at < min(len(raw), 6):
-            byte = raw[at]
-            at += 1
-            length |= (byte & 0x7F) << shift
-            shift += 7
-            if byte < 0x80:
-                if at + length == len(raw):
-                    return tag == _MESSAGE, memoryview(raw)[at:]
-                break
-    try:  # unusual, but perhaps still a Chunk: fields nobody knows, a length with more digits than it needs
+        length, at = read_varint(raw, 1, _LENGTH_DIGITS)
+        if length >= 0 and at + length == len(raw):
+            return tag == _MESSAGE, memoryview(raw)[at:]
+    try:  # unusual, but perhaps still a Chunk: unknown fields, a length with more digits than it needs
         chunk = pb.Chunk.FromString(raw)
     except DecodeError:
-        raise Invalid("a bulk stream consists of Chunk messages") from None
+        raise Invalid("a stream of bytes consists of Chunk messages") from None
     kind = chunk.WhichOneof("kind")
     if kind is None:
         raise Invalid("a Chunk holds data or a message; this one holds nothing")
     return kind == "message", memoryview(getattr(chunk, kind))
 
 
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
-
-
 def server_options(ping: float = PING) -> list[tuple[str, int]]:
-    """Channel arguments of the door. `ping` as the clients have it."""
+    """Channel arguments of the server. `ping` as the clients have it."""
     return [
         ("grpc.max_receive_message_length", MAX_MESSAGE),
         ("grpc.max_send_message_length", MAX_MESSAGE),
@@ -151,10 +142,10 @@ def client_options(ping: float = PING) -> list[tuple[str, int]]:
         ("grpc.keepalive_permit_without_calls", 1),  # an idle connection stays known to what lies between
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),  # gRPC doubles this with jitter
-        ("grpc.min_reconnect_backoff_ms", 1000),  # an attempt that nobody answers lasts this long
+        ("grpc.min_reconnect_backoff_ms", 1000),  # an attempt without an answer lasts this long
         ("grpc.max_reconnect_backoff_ms", 1000),
         ("grpc.enable_retries", 0),  # we say ourselves what is asked again
-        ("grpc.enable_http_proxy", 0),  # a store in the same cluster is not behind the way out to the world
+        ("grpc.enable_http_proxy", 0),  # a proxy leads out of the cluster; the store is inside
         ("grpc.use_local_subchannel_pool", 1),  # one connection a client, which ends with it
         ("grpc.service_config_disable_resolution", 1),
     ]

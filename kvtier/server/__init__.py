@@ -4,9 +4,8 @@ What each file decides:
 
 main              flags, signals, exit codes
 lifecycle         the order of a start and of a stop; which parts are built
-settings          the settings: names, defaults, what goes together, who a Unix peer is
-setting_values    what the text of a setting means: sizes, addresses, users, tables of tiers
-verbs             each verb: its checks, the role it needs, its answer
+settings          every setting: name, default, meaning, how its value is read, what goes together, who a Unix peer is
+verbs             each verb: its checks, its answer, and `HANDLERS`: which role may call what
 sessions          what a client holds, and what happens when it dies: limbo, and slots that come back
 unix              the Unix transport: accept, hello, frames; limits of sockets
 grpc              the gRPC transport: methods, callers, limits

@@ -1,8 +1,9 @@
-"""Who may come in where the kernel does not say who is calling: tokens and certificates, from files that may change while the daemon runs.
+"""Tokens and certificates: who may call where the kernel does not say who calls.
 
-A token file has one line a token, `name tenant role sha256:HEX`: the digest of a token, not the token, so that whoever reads the file or a backup of
-it cannot call. A changed file is noticed by itself, or at once by `reload`; one that cannot be used leaves what was there in force, and
-says so once. No secret reaches a log line or an error. Thread-safe.
+Their files may change while the daemon runs. A token file has one line a token, `name tenant role sha256:HEX`: the
+digest of a token, not the token, so that a reader of the file or of a backup cannot call. A changed file is noticed
+within a second, or at once by `reload`; an unusable one is logged once and changes nothing. No secret reaches a log
+line or an error. Thread-safe.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from hashlib import sha256
 from pathlib import Path
 
 from kvtier.errors import Invalid, KvtierError, Unauthenticated
+from kvtier.server.logs import fields
 from kvtier.server.sessions import ROLES, Peer
 
 MAX_TOKENS = 1024  # each call compares with all of them: 0.3 ms at this many (Python 3.11, AMD EPYC)
-MIN_TOKEN, MAX_TOKEN = 32, 256  # characters; a guessable token would not be saved by its digest
+MIN_TOKEN, MAX_TOKEN = 32, 256  # characters; a digest does not protect a token that can be guessed
 _MAX_FILE = 512 * 1024
 _LOOK_EVERY = 1.0  # seconds between looks at a file's time of change
 _SAY_EVERY = 10.0  # seconds between log lines about refused callers
@@ -69,7 +71,10 @@ class _Watched:
             self._load()
 
     def look(self) -> None:
-        """Reads again if a file changed since it was last read; at most every second. Never raises: says what is wrong, once a change."""
+        """Reads again if a file changed since it was last read; at most every second.
+
+        Never raises: logs what is wrong, once a change.
+        """
         if time.monotonic() < self._next_look or not self._lock.acquire(blocking=False):
             return
         try:
@@ -79,9 +84,9 @@ class _Watched:
                 return
             self._stamp = stamp
             self._load()
-            log.info("reloaded", extra={"fields": {"what": self._what}})
+            log.info("reloaded", extra=fields(what=self._what))
         except KvtierError as error:
-            log.error("reload failed", extra={"fields": {"what": self._what, "reason": error}})
+            log.error("reload failed", extra=fields(what=self._what, reason=error))
         finally:
             self._lock.release()
 
@@ -108,12 +113,15 @@ class Tokens:
         self._watched.reload()
 
     def check(self, authorization: str | None, caller: str) -> Token:
-        """The token in an Authorization header ("Bearer ..."). Raises Unauthenticated. `caller` is an address, for the log."""
+        """The token in an Authorization header ("Bearer ..."). Raises Unauthenticated.
+
+        `caller` is an address, for the log.
+        """
         self._watched.look()
         scheme, _, text = (authorization or "").partition(" ")
         if authorization is None or scheme.lower() != "bearer":
             raise Unauthenticated('no token: send metadata "authorization: Bearer <token>"')
-        # Digests, so that all are equally long, and every entry is compared, so that the time says nothing about which came close.
+        # Digests are equally long, and every entry is compared: the time taken tells nothing about the entries.
         presented = sha256(text.strip().encode("utf-8", "surrogatepass")).digest()
         found = None
         for entry in self._entries:
@@ -139,7 +147,7 @@ class Tokens:
                 return
             self._say_again = time.monotonic() + _SAY_EVERY
             refused, self._refused = self._refused, 0
-        log.warning("unknown token refused", extra={"fields": {"calls": refused, "last": caller}})
+        log.warning("unknown token refused", extra=fields(calls=refused, last=caller))
 
     def _read(self) -> None:
         text = _read_private("token_file", self._path).decode("utf-8", "replace")
@@ -159,7 +167,10 @@ class Tokens:
 
 
 class Certificates:
-    """The daemon's certificate chain, its key, and the authority that clients' certificates must come from, if any. Raises Invalid."""
+    """The daemon's certificate chain, its key, and the authority that must have issued clients' certificates, if any.
+
+    Raises Invalid.
+    """
 
     def __init__(self, cert: Path, key: Path, client_ca: Path | None) -> None:
         self.cert, self.key, self.client_ca = cert, key, client_ca
@@ -174,7 +185,10 @@ class Certificates:
         self._watched.reload()
 
     def current(self) -> tuple[bytes, bytes, bytes | None]:
-        """(certificate chain, key, client authority) as PEM: what is in force now. The same object as long as nothing changed."""
+        """(certificate chain, key, client authority) as PEM: what is in force now.
+
+        The same object as long as nothing changed.
+        """
         self._watched.look()
         return self._files
 
@@ -201,10 +215,9 @@ class Certificates:
                 context.verify_mode = ssl.CERT_REQUIRED
         except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
             reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or "not PEM"
-            raise Invalid(
-                f"tls_cert {self.cert}, tls_key {self.key}, tls_client_ca {self.client_ca} cannot be used together: {reason};"
-                " they are PEM files, the key is the certificate's and has no passphrase"
-            ) from None
+            files = f"tls_cert {self.cert}, tls_key {self.key}, tls_client_ca {self.client_ca}"
+            rule = "they are PEM files, the key is the certificate's and has no passphrase"
+            raise Invalid(f"{files} cannot be used together: {reason}; {rule}") from None
         return context
 
 
@@ -224,19 +237,20 @@ def _parse_line(line: str) -> Token:
 
 
 def _read_private(what: str, path: Path) -> bytes:
-    """A file that is nobody else's business. Raises Invalid if others than owner and group may read it or others than the owner write it."""
+    """A secret file's bytes.
+
+    Raises Invalid if others than owner and group may read it, or others than the owner write it.
+    """
     try:
         info = path.stat()
     except OSError as error:
         raise Invalid(f"{what}: cannot read {path}: {error.strerror}") from None
     if info.st_mode & (stat.S_IRWXO | stat.S_IWGRP):
-        raise Invalid(
-            f"{what}: {path} has mode {stat.S_IMODE(info.st_mode):03o}, which lets others in: chmod 600 {path}"
-        )
+        mode = f"{stat.S_IMODE(info.st_mode):03o}"
+        raise Invalid(f"{what}: {path} has mode {mode}, which lets others in: chmod 600 {path}")
     if info.st_uid not in (0, os.geteuid()):
-        raise Invalid(
-            f"{what}: {path} belongs to uid {info.st_uid}, who could change it: it must be root's or the daemon's own"
-        )
+        owner = f"{what}: {path} belongs to uid {info.st_uid}, who could change it"
+        raise Invalid(f"{owner}: it must be root's or the daemon's own")
     return _read_file(what, path)
 
 

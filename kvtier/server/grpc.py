@@ -1,9 +1,10 @@
-"""The public door: the verbs over gRPC, for other hosts, operators and other languages, and for processes that cannot map the arena.
+"""The gRPC transport: the verbs for other hosts and languages, operators, and processes that cannot map the arena.
 
-One rule: who calls is known before anything that it sends is read. Every method is served as a stream of requests, even where one message is all
-there is, because gRPC would otherwise receive that message first. On Unix sockets the file's mode decides who connects; on TCP a token does,
-and only grpc.health.v1 answers without one. Everything is bounded: threads, calls under way, puts and gets among them, time, standing still.
-Bulk calls have a session of their own each, so nothing stays held after one. Thread-safe.
+One rule: the server knows who calls before it reads what the caller sends. So every method is served as a stream of
+requests, even one with a single message, because gRPC would otherwise receive that message first. On Unix sockets the
+file's mode decides who connects; on TCP a token does, and only grpc.health.v1 answers without one. Threads, calls
+under way, puts and gets among them, and every wait have a limit. Each put or get has a session of its own, so nothing
+stays held after it. Thread-safe.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 from google.protobuf import descriptor_pool
@@ -26,56 +27,47 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from kvtier.errors import Invalid, KvtierError, NotFound, Stale, Unauthenticated, Unavailable
 from kvtier.protocol import rpc
-from kvtier.protocol.limits import CHUNK
+from kvtier.protocol.frames import Verb
+from kvtier.protocol.limits import CHUNK, PATIENCE, STALL
 from kvtier.protocol.v1 import kvtier_pb2 as pb
 from kvtier.server import streams
 from kvtier.server.access import Certificates, Tokens
-from kvtier.server.in_flight import PATIENCE, STALL, Call, InFlight, Places
-from kvtier.server.sessions import ADMIN, READ, WRITE, Peer, Session
+from kvtier.server.in_flight import Call, InFlight, Places
+from kvtier.server.logs import fields
+from kvtier.server.sessions import ADMIN, READ, Peer, Session
+from kvtier.server.settings import Listen, check_listener
 from kvtier.server.socket_claim import SocketClaim
 from kvtier.server.verbs import HANDLERS, Service
 
 WORKERS = 16  # more threads only raise latency: 4 of them reach what 16 do, in calls and in bytes a second
-MAX_BULK = 12  # puts, gets and reflection streams at once: small calls always find a thread
-MAX_BULK_EACH = 8  # of one tenant: another one always finds a place
+MAX_TRANSFERS = 12  # puts, gets and reflection streams at once: small calls always find a thread
+MAX_TRANSFERS_EACH = 8  # of one tenant: another one always finds a place
 MAX_CALLS = 64  # under way or waiting for a thread, of each kind of listener
-MAX_CONNECTIONS = 256  # of all TCP listeners, those that have not said anything among them
-MAX_STRANGERS = 4  # health checks being read at once: of the calls that need no token
+MAX_CONNECTIONS = 256  # of all TCP listeners, silent ones included
+MAX_HEALTH = 4  # health checks, which need no token, being read at once
 
 HEALTH = "grpc.health.v1.Health"
 REFLECTION = "grpc.reflection.v1alpha.ServerReflection"
 
-_NOBODY = Peer("", READ)
+_ANYONE = Peer("", READ)
 Who = Callable[[Any], tuple[Peer, str]]  # from a call's context: the peer, and its name in the log
 Stream = Generator[bytes, None, None]
 
 log = logging.getLogger(__name__)
 
 
-class Address(Protocol):
-    """Where to listen: a Unix socket's `path`, or `host` and `port` (0: any free one)."""
-
-    @property
-    def path(self) -> Path | None: ...
-    @property
-    def host(self) -> str: ...
-    @property
-    def port(self) -> int: ...
-    @property
-    def loopback(self) -> bool: ...
-
-
 class GrpcServer:
-    """Listens on `addresses`; `ports` are those of the TCP ones. `unix_peer` is who calls on a Unix socket without a token, None: nobody may.
+    """Listens on `addresses`; `ports` are those of the TCP ones.
 
-    `live` and `ready` are what health checks are told. Raises Invalid for a TCP listener without its locks, Unavailable if an address is
-    taken. Answers calls after `start`; `close` ends all threads.
+    `unix_peer` is who calls on a Unix socket without a token, None: no one may. `live` and `ready` are what health
+    checks are told. Raises Invalid for a TCP listener without the tokens or TLS that it needs, Unavailable if an
+    address is taken. Answers calls after `start`; `close` ends all threads.
     """
 
     def __init__(
         self,
         service: Service,
-        addresses: Sequence[Address],
+        addresses: Sequence[Listen],
         *,
         unix_peer: Peer | None,
         unix_mode: int = 0o600,
@@ -90,11 +82,11 @@ class GrpcServer:
         self._health = {"": live, rpc.SERVICE: ready}
         self._options = rpc.server_options(ping)
         self._calls = InFlight()
-        self._bulk = Places(MAX_BULK, MAX_BULK_EACH, "puts and gets")
-        self._strangers = Places(MAX_STRANGERS, MAX_STRANGERS, "health checks")
+        self._transfers = Places(MAX_TRANSFERS, MAX_TRANSFERS_EACH, "puts and gets")
+        self._health_places = Places(MAX_HEALTH, MAX_HEALTH, "health checks")
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="grpc")
         self._servers: list[Any] = []
-        self._guards: list[SocketClaim] = []
+        self._claims: list[SocketClaim] = []
         self.ports: list[int] = []
         try:
             self._listen([a for a in addresses if a.path is not None], [a for a in addresses if a.path is None])
@@ -120,27 +112,20 @@ class GrpcServer:
             stopped.wait(grace + PATIENCE)
         self._calls.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
-        while self._guards:
-            self._guards.pop().close()
+        while self._claims:
+            self._claims.pop().close()
 
     def gauges(self) -> dict[str, int]:
-        """Calls under way, bulk calls among them, and calls cut so far for standing still or lasting too long."""
+        """Calls under way, puts and gets among them, and calls cut so far for standing still or lasting too long."""
         return {
             "grpc_calls": len(self._calls),
-            "grpc_bulk_calls": self._bulk.taken,
+            "grpc_bulk_calls": self._transfers.taken,
             "grpc_cut_total": self._calls.cut,
         }
 
-    def _listen(self, unix: list[Address], tcp: list[Address]) -> None:
+    def _listen(self, unix: list[Listen], tcp: list[Listen]) -> None:
         for address in tcp:
-            if self._tokens is None:
-                raise Invalid(
-                    f"grpc: {address} is open to whoever reaches it: write token_file, or listen on a Unix socket"
-                )
-            if not address.loopback and self._certificates is None:
-                raise Invalid(
-                    f"grpc: {address} is not loopback, so tokens and blocks would cross the network in clear: write tls_cert and tls_key"
-                )
+            check_listener("grpc", address, self._tokens is not None, self._certificates is not None)
         if unix:
             server = self._server(self._unix_caller, [])
             for address in unix:
@@ -161,8 +146,8 @@ class GrpcServer:
             name: self._one(name, who, HANDLERS[verb].role, partial(self._verb, verb))
             for verb, name in rpc.METHODS.items()
         }
-        verbs[rpc.PUT] = self._one(rpc.PUT, who, WRITE, self._put)
-        verbs[rpc.GET] = self._many(rpc.GET, who, READ, self._get)
+        verbs[rpc.PUT] = self._one(rpc.PUT, who, HANDLERS[Verb.RESERVE].role, self._put)
+        verbs[rpc.GET] = self._many(rpc.GET, who, HANDLERS[Verb.LEASE].role, self._get)
         server.add_registered_method_handlers(rpc.SERVICE, verbs)
         server.add_registered_method_handlers(HEALTH, {"Check": self._one("health", None, READ, self._check)})
         server.add_registered_method_handlers(
@@ -172,15 +157,13 @@ class GrpcServer:
         return server
 
     def _bind_unix(self, server: Any, path: Path) -> None:
-        self._guards.append(SocketClaim(path))
-        before = os.umask(0o177)  # gRPC binds and listens at once: nobody else may connect before the mode is set
+        self._claims.append(SocketClaim(path))
+        before = os.umask(0o177)  # gRPC binds and listens at once: no other user may connect before the mode is set
         try:
             server.add_insecure_port(f"unix:{path}")
             path.chmod(self._unix_mode)
         except (RuntimeError, OSError):
-            raise Unavailable(
-                f"cannot listen on {path}: choose another place for it, where the daemon may write"
-            ) from None
+            raise Unavailable(f"cannot listen on {path}: choose a place for it where the daemon may write") from None
         finally:
             os.umask(before)
 
@@ -227,7 +210,7 @@ class GrpcServer:
                     failure = None
                 except grpc.RpcError:
                     series.add(time.perf_counter() - began, Unavailable.code, call.received, 0)
-                    raise  # the client is gone, or the call was cut: nobody hears an answer
+                    raise  # the client is gone, or the call was cut: there is no one to answer
                 except Exception as error:
                     failure = self._failure(name, error)
             series.add(time.perf_counter() - began, failure.code if failure else 0, call.received, call.sent)
@@ -238,7 +221,10 @@ class GrpcServer:
         return grpc.stream_unary_rpc_method_handler(handle)
 
     def _many(self, name: str, who: Who, role: int, work: Callable[[Call, Session, Iterator[bytes]], Stream]) -> Any:
-        """A method with a stream of answers. gRPC closes the generator when the client is gone: what is held is given back there."""
+        """A method with a stream of answers.
+
+        When the client is gone, gRPC closes the generator, which gives back what is held.
+        """
         series = self._service.meters.series("grpc", name.lower())
 
         def handle(requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
@@ -269,16 +255,14 @@ class GrpcServer:
     def _enter(self, call: Call, who: Who | None, role: int, name: str) -> Session:
         """Who calls, as a session that holds nothing. Raises Unauthenticated, Denied."""
         if who is None:
-            return Session(b"", _NOBODY, self._service.store)
+            return Session(b"", _ANYONE, self._service.store)
         peer, caller = who(call.context)
         session = Session(b"", peer, self._service.store)
         session.allow(role)
         call.patience = STALL
         if role >= ADMIN:
-            log.info(
-                "admin call",
-                extra={"fields": {"verb": name, "tenant": peer.tenant, "by": caller, "from": call.context.peer()}},
-            )
+            said = {"verb": name, "tenant": peer.tenant, "by": caller, "from": call.context.peer()}
+            log.info("admin call", extra={"fields": said})
         return session
 
     def _failure(self, name: str, error: Exception) -> KvtierError:
@@ -286,10 +270,10 @@ class GrpcServer:
             return error
         if isinstance(error, DecodeError):
             return Invalid(f"the body is not the message that {name} takes")
-        log.error("call failed", exc_info=error, extra={"fields": {"verb": name}})
+        log.error("call failed", exc_info=error, extra=fields(verb=name))
         return KvtierError("internal error; see the daemon's log")
 
-    # -- what is done
+    # -- methods
 
     def _verb(self, verb: int, call: Call, session: Session, requests: Iterator[bytes]) -> bytes:
         handler = HANDLERS[verb]
@@ -301,7 +285,7 @@ class GrpcServer:
         return handler.call(self._service, session, message).SerializeToString()
 
     def _put(self, call: Call, caller: Session, requests: Iterator[bytes]) -> bytes:
-        with self._bulk.take(caller.peer.tenant):
+        with self._transfers.take(caller.peer.tenant):
             first = call.next(requests)
             is_message, raw = rpc.open_chunk(first) if first is not None else (False, b"")
             if not is_message:
@@ -309,12 +293,11 @@ class GrpcServer:
             request = pb.PutRequest.FromString(bytes(raw))
             self._check_boot(request.keys)
             with self._session(caller) as session:
-                return streams.put(
-                    self._service, session, request, _pieces(call, requests), call.until
-                ).SerializeToString()
+                pieces = _pieces(call, requests)
+                return streams.put(self._service, session, request, pieces, call.until).SerializeToString()
 
     def _get(self, call: Call, caller: Session, requests: Iterator[bytes]) -> Stream:
-        with self._bulk.take(caller.peer.tenant):
+        with self._transfers.take(caller.peer.tenant):
             raw = call.next(requests)
             if raw is None:
                 raise Invalid("the call has no request message")
@@ -329,7 +312,7 @@ class GrpcServer:
 
     @contextmanager
     def _session(self, caller: Session) -> Iterator[Session]:
-        """A session of this one call, whose end gives everything back."""
+        """A session of one call, whose end gives everything back."""
         session = self._service.sessions.open(caller.peer, None)
         try:
             yield session
@@ -337,7 +320,7 @@ class GrpcServer:
             self._service.sessions.leave(session)
 
     def _check_boot(self, message: Any) -> None:
-        """A handle counts only in the life of the daemon that gave it; another life may have given the same number to another namespace."""
+        """Refuses a handle of an earlier daemon: after a restart the same number may be another namespace's."""
         if "handle" not in message.DESCRIPTOR.fields_by_name:
             return
         if not message.boot:
@@ -346,7 +329,7 @@ class GrpcServer:
             raise Stale("the daemon was started anew: register the description again")
 
     def _check(self, call: Call, _: Session, requests: Iterator[bytes]) -> bytes:
-        with self._strangers.take(""):
+        with self._health_places.take(""):
             asked = health_pb2.HealthCheckRequest.FromString(call.next(requests) or b"").service
         verdict = self._health.get(asked)
         if verdict is None:
@@ -355,7 +338,7 @@ class GrpcServer:
         return bytes(serving(status=serving.SERVING if verdict() else serving.NOT_SERVING).SerializeToString())
 
     def _reflect(self, call: Call, caller: Session, requests: Iterator[bytes]) -> Stream:
-        with self._bulk.take(caller.peer.tenant):
+        with self._transfers.take(caller.peer.tenant):
             servicer = reflection.ReflectionServicer((rpc.SERVICE, HEALTH, REFLECTION), descriptor_pool.Default())
             asked = map(reflection_pb2.ServerReflectionRequest.FromString, iter(lambda: call.next(requests), None))
             for answer in servicer.ServerReflectionInfo(asked, call.context):
@@ -373,7 +356,7 @@ def _pieces(call: Call, requests: Iterator[bytes]) -> Iterator[memoryview]:
 
 
 def _authorization(context: Any) -> str | None:
-    """The Authorization header. One that is there twice is as good as none."""
+    """The Authorization header. Two of them count as none."""
     found = [value for name, value in context.invocation_metadata() if name == "authorization"]
     return found[0] if len(found) == 1 and isinstance(found[0], str) else None
 

@@ -1,8 +1,8 @@
-"""The HTTP side: `/metrics`, `/live` and `/ready`, off the data path, off unless the setting `metrics` says where.
+"""`/metrics`, `/live` and `/ready` over HTTP: off unless the setting `metrics` says where; apart from the data path.
 
-One request a connection, at most 8 KiB of it within 5 s, at most 16 connections at once; beyond, they are closed. `/metrics` asks for a token
-where there is a token file; the two health pages answer everyone with a word. Nothing else exists here. One thread accepts, one serves each
-connection.
+One request a connection, of at most 8 KiB, within 5 s; at most 16 connections at once, further ones are closed.
+`/metrics` asks for a token where there is a token file; the two health pages answer everyone. One thread accepts, and
+one more serves each connection.
 """
 
 from __future__ import annotations
@@ -17,21 +17,16 @@ from dataclasses import dataclass
 
 from kvtier.errors import Unavailable
 from kvtier.server.logs import fields
-from kvtier.server.setting_values import Listen
+from kvtier.server.settings import Listen
 
 MAX_REQUEST = 8192
 MAX_CONNECTIONS = 16
 PATIENCE = 5.0  # seconds for a whole connection
 TEXT = "text/plain; charset=utf-8"
 _REASONS = {
-    200: "OK",
-    400: "Bad Request",
-    401: "Unauthorized",
-    404: "Not Found",
-    405: "Method Not Allowed",
-    500: "Internal Server Error",
-    503: "Unavailable",
-}
+    200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 405: "Method Not Allowed",
+    500: "Internal Server Error", 503: "Unavailable",
+}  # fmt: skip
 log = logging.getLogger(__name__)
 
 
@@ -56,7 +51,8 @@ class Request:
 class Endpoint:
     """Listens at once; `pages` maps a path to (whether it asks for a token, what makes the page).
 
-    `permit` judges an Authorization header; None: there are no tokens, everyone may read. Raises Unavailable if the address is taken.
+    `permit` judges an Authorization header; None: there are no tokens, everyone may read. Raises Unavailable if the
+    address is taken.
     """
 
     def __init__(
@@ -75,9 +71,8 @@ class Endpoint:
         try:
             self._listener = socket.create_server((listen.host.strip("[]"), listen.port), family=family, backlog=64)
         except OSError as error:
-            raise Unavailable(
-                f"cannot listen on {listen} for metrics: {error.strerror or error}; choose another address for `metrics`"
-            ) from None
+            why = f"cannot listen on {listen} for metrics: {error.strerror or error}"
+            raise Unavailable(f"{why}; choose another address for `metrics`") from None
         self.port = int(self._listener.getsockname()[1])
         self._acceptor = threading.Thread(target=self._accept, name="metrics", daemon=True)
         self._acceptor.start()
@@ -92,7 +87,7 @@ class Endpoint:
         try:
             self._listener.shutdown(socket.SHUT_RDWR)
         except OSError:
-            pass  # closed by nobody but us; some kernels say ENOTCONN
+            pass  # some kernels answer ENOTCONN for a listener
         self._acceptor.join(PATIENCE)
         self._listener.close()
 
@@ -123,7 +118,7 @@ class Endpoint:
             if raw:
                 sock.sendall(self.answer(raw))
         except (OSError, ValueError):
-            pass  # gone, too slow, or no TLS: whoever it was hears nothing
+            pass  # gone, too slow, or no TLS: such a peer gets no answer
         finally:
             sock.close()
             self._places.release()
@@ -132,8 +127,8 @@ class Endpoint:
         """The whole reply to a request's bytes."""
         request = parse_request(raw)
         page = Page(400, b"not a request this endpoint reads\n") if request is None else self._page(request)
-        head = f"HTTP/1.1 {page.status} {_REASONS[page.status]}\r\nContent-Type: {page.kind}\r\nContent-Length: {len(page.body)}\r\n"
-        head += "Connection: close\r\n"
+        head = f"HTTP/1.1 {page.status} {_REASONS[page.status]}\r\nContent-Type: {page.kind}\r\n"
+        head += f"Content-Length: {len(page.body)}\r\nConnection: close\r\n"
         if page.status == 401:
             head += "WWW-Authenticate: Bearer\r\n"
         if page.status == 405:
@@ -145,8 +140,8 @@ class Endpoint:
             return Page(404, f"there are {', '.join(self._pages)}\n".encode())
         if request.method not in ("GET", "HEAD"):
             return Page(405, b"only GET and HEAD\n")
-        locked, make = self._pages[request.path]
-        if locked and self._permit is not None and not self._permit(request.authorization):
+        private, make = self._pages[request.path]
+        if private and self._permit is not None and not self._permit(request.authorization):
             return Page(401, b"this page needs a token: Authorization: Bearer TOKEN\n")
         try:
             return make()

@@ -1,7 +1,8 @@
-"""The calls that a gRPC server has under way, and the limits that end them: no call lasts for ever, and none waits for ever for its client.
+"""The calls that the gRPC server has under way, and what ends them: limits of a call and of a wait for its client.
 
-gRPC gives a handler no way to wait with a deadline for a client that sends nothing or takes nothing, and a thread that waits so is lost to everyone.
-So a thread looks at all calls four times a second and cancels what is late; the handler's wait then ends with grpc.RpcError. Thread-safe.
+A gRPC handler cannot wait with a deadline for a client that sends or takes nothing, and would keep its thread from
+other calls. So one thread looks at all calls four times a second and cancels the late ones; the handler's wait then
+ends with grpc.RpcError. Thread-safe.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvtier.errors import Full
+from kvtier.protocol.limits import LONGEST, PATIENCE
 
-LONGEST = 600.0  # seconds of any call
-STALL = 10.0  # seconds that a call may wait for its client to send or take something
-PATIENCE = 2.0  # the same until it is known who calls
 _LOOK_EVERY = 0.25
 
 
 class Call:
-    """One call. `until` is when it must have ended, by the client's deadline or ours; `waits` since when it waits for its client, 0 if it works."""
+    """One call.
+
+    `until`: when it must have ended, by the client's deadline or ours; `waits`: since when it waits for its client, or
+    0. `patience` is how many seconds it may wait: few until it is known who calls.
+    """
 
     __slots__ = ("context", "cut", "patience", "received", "sent", "until", "waits")
 

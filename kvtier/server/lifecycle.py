@@ -1,8 +1,9 @@
-"""One life of the daemon: build the floors from the bottom, serve, take them down again.
+"""One life of the daemon: builds its parts, serves, and takes them down in the opposite order.
 
-Order of a start: health pages, the lane's lock, the first step of the arena backed by memory, then calls are accepted ("ready"); the rest of the
-arena follows in the background. SIGTERM: no new calls, calls under way finish within a limit. SIGHUP: tokens and certificates are read again.
-`start`, `stop`, `reload` and `beat` belong to the main thread; `problems` may be asked by any.
+Order of a start: health pages, the claim of the socket, the first step of the arena backed by memory, then calls are
+accepted ("ready"); the rest of the arena is backed in the background. SIGTERM: no new calls, calls under way finish
+within a limit. SIGHUP: tokens and certificates are read again. `start`, `stop`, `reload` and `beat` belong to the main
+thread; any thread may call `problems`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from kvtier.tiers.redis.redis import Redis
 
 SWITCH_INTERVAL = 0.0005  # seconds; with the default 5 ms a client's long lookup delays the others tenfold
-DRAIN = 10.0  # seconds that settling goes on after the last call
+DRAIN = 10.0  # seconds that write-behind goes on after the last call
 ALIVE = 30.0  # seconds without a beat of the main thread after which /live says no
 log = logging.getLogger(__name__)
 
@@ -63,10 +64,11 @@ class Component(Protocol):
 
 
 def grpc_peer(config: Config) -> tuple[Peer | None, int]:
-    """Who calls on a gRPC Unix socket without a token, and the mode of that socket: gRPC does not say which user connected.
+    """Who calls on a gRPC Unix socket without a token, and that socket's mode: gRPC does not say which user connected.
 
-    So the socket is everything: what only the daemon's own user and root can open makes an admin of `local`, a wider one a writer. RedisLocation `users`
-    tells people apart, nobody comes in by a wide socket without a token.
+    So the socket's mode decides: one that only the daemon's own user and root can open makes its callers admins of
+    tenant `local`, a wider one writers. Where `users` is set and there are tokens, every caller on a wide socket needs
+    one.
     """
     if config.users and config.token_file is not None:
         return None, config.socket_mode
@@ -75,7 +77,10 @@ def grpc_peer(config: Config) -> tuple[Peer | None, int]:
 
 
 class Daemon:
-    """Everything that serves. `start` may raise Invalid, Unavailable (an address is taken) or Full (memory); `stop` is idempotent."""
+    """Everything that serves.
+
+    `start` may raise Invalid, Unavailable (an address is taken) or Full (memory); `stop` is idempotent.
+    """
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -89,7 +94,7 @@ class Daemon:
         self._beat = time.monotonic()
         self._tokens: Tokens | None = None
         self._certificates: Certificates | None = None
-        self.door: GrpcServer | None = None
+        self.grpc: GrpcServer | None = None
         self._exporter: Exporter | None = None  # while there is an endpoint and something to show
 
     def start(self) -> None:
@@ -100,17 +105,14 @@ class Daemon:
         except BaseException:
             self.stop()
             raise
-        log.info(
-            "ready",
-            extra=fields(
-                socket=self.config.socket, arena_bytes=self.store.capacity, seconds=round(time.monotonic() - began, 3)
-            ),
-        )
+        seconds = round(time.monotonic() - began, 3)
+        socket, capacity = self.config.socket, self.store.capacity
+        log.info("ready", extra=fields(socket=socket, arena_bytes=capacity, seconds=seconds))
 
     def _start(self) -> None:
         config = self.config
         sys.setswitchinterval(SWITCH_INTERVAL)
-        self._read_locks()
+        self._read_credentials()
         if config.metrics is not None:
             self._open_endpoint()
         self.arena = Arena(config.arena_bytes)
@@ -119,11 +121,11 @@ class Daemon:
         self._undo.append(self.sessions.close)
         self._parts["process watcher"] = self.sessions
         self.service = Service(self.store, self.sessions)
-        self.lane = UnixServer(config.socket, self.service, config.peer, config.socket_mode)
-        self._undo.append(self.lane.close)
+        self.unix = UnixServer(config.socket, self.service, config.peer, config.socket_mode)
+        self._undo.append(self.unix.close)
         self._build_tiers()
         self._undo.append(self.service.expiry.close)
-        self._build_door()
+        self._build_grpc()
         self.arena.populate(self._stop, limit=POPULATE_STEP)
         if config.metrics is not None:
             from kvtier.server.metrics import Exporter  # its libraries cost 40 ms and 5 MB
@@ -131,11 +133,11 @@ class Daemon:
             self._exporter = Exporter(self.service, self.transports, lambda: not self.problems())
         gc.collect()
         gc.freeze()  # what lives as long as the daemon is never walked again
-        self.lane.start()
-        self._parts["lane"] = self.lane
-        if self.door is not None:
-            self.door.start()
-            self._parts["gRPC door"] = self.door
+        self.unix.start()
+        self._parts["Unix transport"] = self.unix
+        if self.grpc is not None:
+            self.grpc.start()
+            self._parts["gRPC transport"] = self.grpc
         self.service.expiry.start()
         self._parts["expiry"] = self.service.expiry
         self._accepting = True
@@ -143,7 +145,7 @@ class Daemon:
         self._populator.start()
 
     def stop(self) -> None:
-        """Ends all threads and gives the memory back; clients that are attached keep their mappings until they notice."""
+        """Ends all threads and gives the memory back; attached clients keep their mappings until they notice."""
         self._stop.set()
         self._accepting = False
         while self._undo:
@@ -181,11 +183,11 @@ class Daemon:
         return not problems
 
     def transports(self) -> dict[str, int]:
-        """Gauges and counters of lane and door; zeros where there is no door."""
+        """Gauges and counters of both transports; zeros for gRPC where it is off."""
         nothing = dict.fromkeys(("grpc_calls", "grpc_bulk_calls", "grpc_cut_total"), 0)
-        return {**self.lane.gauges(), **(self.door.gauges() if self.door is not None else nothing)}
+        return {**self.unix.gauges(), **(self.grpc.gauges() if self.grpc is not None else nothing)}
 
-    def _read_locks(self) -> None:
+    def _read_credentials(self) -> None:
         config = self.config
         if config.token_file is not None:
             self._tokens = Tokens(config.token_file)
@@ -218,23 +220,20 @@ class Daemon:
         if not tiers:
             return
         tiering = Tiering(self.store, tiers, budgets)
-        self._undo.insert(
-            len(self._undo) - 1, lambda: tiering.close(DRAIN)
-        )  # after the lane: nothing is sealed any more
+        # Closed after the Unix transport, when nothing is sealed any more.
+        self._undo.insert(len(self._undo) - 1, lambda: tiering.close(DRAIN))
         self.service.tiering = tiering
         self._parts["lower tiers"] = tiering
 
-    def _build_door(self) -> None:
+    def _build_grpc(self) -> None:
         if not self.config.grpc:
             return
         malloc.tune()
-        os.environ.setdefault(
-            "GRPC_VERBOSITY", "ERROR"
-        )  # else it writes a line for every stranger whose handshake fails
+        os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # else gRPC writes a line for every handshake that fails
         from kvtier.server.grpc import GrpcServer  # gRPC and what belongs to it cost 0.1 s and 5 MB
 
         peer, mode = grpc_peer(self.config)
-        self.door = GrpcServer(
+        self.grpc = GrpcServer(
             self.service,
             self.config.grpc,
             unix_peer=peer,
@@ -244,11 +243,11 @@ class Daemon:
             live=lambda: time.monotonic() - self._beat < ALIVE,
             ready=lambda: not self.problems(),
         )
-        self._undo.append(self.door.close)
-        self.service.gauges.append(self.door.gauges)
+        self._undo.append(self.grpc.close)
+        self.service.gauges.append(self.grpc.gauges)
         tcp = [listen.host for listen in self.config.grpc if listen.path is None]
         where = [str(listen) for listen in self.config.grpc if listen.path is not None]
-        where += [f"{host}:{port}" for host, port in zip(tcp, self.door.ports, strict=True)]
+        where += [f"{host}:{port}" for host, port in zip(tcp, self.grpc.ports, strict=True)]
         log.info("grpc listen", extra=fields(addresses=",".join(where), tls=self._certificates is not None))
 
     def _open_endpoint(self) -> None:
@@ -259,9 +258,8 @@ class Daemon:
             "/ready": (False, self._ready_page),
         }
         permit = self._tokens.permit if self._tokens is not None else None
-        tls = (
-            self._certificates.context if self._certificates is not None and not self.config.metrics.loopback else None
-        )
+        secure = None if self.config.metrics.loopback else self._certificates
+        tls = secure.context if secure is not None else None
         endpoint = Endpoint(self.config.metrics, pages, permit, tls)
         self._undo.append(endpoint.close)
         log.info("metrics listen", extra=fields(address=f"{self.config.metrics.host}:{endpoint.port}"))
@@ -272,30 +270,22 @@ class Daemon:
 
     def _live_page(self) -> Page:
         late = time.monotonic() - self._beat
-        return (
-            Page(200, b"live\n")
-            if late < ALIVE
-            else Page(503, f"the main thread has not moved for {late:.0f} s\n".encode())
-        )
+        if late < ALIVE:
+            return Page(200, b"live\n")
+        return Page(503, f"the main thread has not moved for {late:.0f} s\n".encode())
 
     def _ready_page(self) -> Page:
-        problems = self.problems()
-        return (
-            Page(503, "".join(f"{problem}\n" for problem in problems).encode()) if problems else Page(200, b"ready\n")
-        )
+        problems = "".join(f"{problem}\n" for problem in self.problems())
+        return Page(503, problems.encode()) if problems else Page(200, b"ready\n")
 
     def _populate(self) -> None:
         began = time.monotonic()
         try:
             self.arena.populate(self._stop)
         except Full as error:
-            log.error(
-                "arena not backed",
-                extra=fields(ready_bytes=self.arena.ready_bytes, arena_bytes=self.arena.nbytes, reason=error),
-            )
+            ready, nbytes = self.arena.ready_bytes, self.arena.nbytes
+            log.error("arena not backed", extra=fields(ready_bytes=ready, arena_bytes=nbytes, reason=error))
         else:
             if not self._stop.is_set():
-                log.info(
-                    "arena backed",
-                    extra=fields(arena_bytes=self.arena.nbytes, seconds=round(time.monotonic() - began, 3)),
-                )
+                seconds = round(time.monotonic() - began, 3)
+                log.info("arena backed", extra=fields(arena_bytes=self.arena.nbytes, seconds=seconds))

@@ -1,7 +1,8 @@
 """Log lines of the daemon: one per state change, nothing per request, as key=value or as JSON on stderr.
 
-A line is a constant event and fields: log.info("namespace dropped", extra=fields(tenant=..., blocks=...)). Fields never hold a token, a salt, a
-key, a content hash or a session id; docs/operations.md lists every event. Text is quoted, so that a hostile name cannot forge a line.
+A line is a constant event and fields: log.info("namespace dropped", extra=fields(tenant=..., blocks=...)). Fields
+never hold a token, a salt, a key, a content hash or a session id; docs/operations.md lists every event. Text is
+quoted, so that a hostile name cannot forge a line.
 """
 
 from __future__ import annotations

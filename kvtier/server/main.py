@@ -1,4 +1,4 @@
-"""`kvtier-server`: flags to settings, signals to the life cycle, errors to exit codes (0, 2 usage or configuration, 3 bind or lock, 4 resources)."""
+"""`kvtier-server`: flags become settings, signals steer the life cycle, errors become exit codes (`EXIT_CODES`)."""
 
 from __future__ import annotations
 
@@ -19,18 +19,14 @@ from kvtier.errors import Full, Invalid, KvtierError, Unavailable
 from kvtier.server.lifecycle import Daemon
 from kvtier.server.logs import fields, setup
 from kvtier.server.sessions import ROLES
-from kvtier.server.settings import DEFAULT_FILE, SETTINGS, Config, load
+from kvtier.server.settings import BY_NAME, DEFAULT_FILE, Config, load
 from kvtier.server.systemd import notify, watchdog_seconds
 from kvtier.version import __version__
 
+# 0: ended by a signal; 2: usage or configuration; 3: an address or a claim cannot be had; 4: memory or other resources.
 EXIT_CODES: dict[type[Exception], int] = {
-    Invalid: 2,
-    Unavailable: 3,
-    Full: 4,
-    OSError: 4,
-    MemoryError: 4,
-    RuntimeError: 4,
-}
+    Invalid: 2, Unavailable: 3, Full: 4, OSError: 4, MemoryError: 4, RuntimeError: 4,
+}  # fmt: skip
 BEAT = 1.0  # seconds
 log = logging.getLogger(__name__)
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -43,14 +39,10 @@ class LogFormat(StrEnum):
     json = "json"
 
 
-_HELP = {
-    setting.name: f"{setting.meaning[0].upper()}{setting.meaning[1:]}. [default: {setting.default}]"
-    for setting in SETTINGS
-}
-
-
 def _option(name: str) -> Any:
-    return typer.Option(next(setting.flag for setting in SETTINGS if setting.name == name), help=_HELP[name])
+    setting = BY_NAME[name]
+    meaning = f"{setting.meaning[0].upper()}{setting.meaning[1:]}. [default: {setting.default}]"
+    return typer.Option(setting.flag, help=meaning)
 
 
 @app.command()
@@ -78,22 +70,17 @@ def serve(
 ) -> None:
     """Keep KV cache blocks for the engines of this host.
 
-    Exit codes: 0 after SIGTERM or SIGINT, 2 usage or configuration, 3 an address or lock cannot be had, 4 memory or other resources.
+    Exit codes: 0 after SIGTERM or SIGINT, 2 usage or configuration, 3 an address or lock cannot be had, 4 memory or
+    other resources.
     """
     if version:
         print(__version__)
         return
     setup(log_format)
     signals = Signals(signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    flags = {
-        "socket": socket,
-        "socket_mode": socket_mode,
-        "users": users or None,
-        "arena_bytes": arena_bytes,
-        "grpc": grpc or None,
-    }
+    flags: dict[str, Any] = {"socket": socket, "socket_mode": socket_mode, "users": users or None}
+    flags |= {"arena_bytes": arena_bytes, "grpc": grpc or None, "metrics": metrics, "ssd": ssd, "redis": redis}
     flags |= {"token_file": token_file, "tls_cert": tls_cert, "tls_key": tls_key, "tls_client_ca": tls_client_ca}
-    flags |= {"metrics": metrics, "ssd": ssd, "redis": redis}
     try:
         settings = load(config, flags, poison=poison)
         if check:
@@ -109,7 +96,10 @@ def serve(
 
 
 def run(daemon: Daemon, signals: Signals) -> None:
-    """From ready to stopped. Tells the service manager, reloads on SIGHUP, drains on SIGTERM and SIGINT; a second one of these kills."""
+    """From ready to stopped.
+
+    Tells the service manager, reloads on SIGHUP, drains on SIGTERM and SIGINT; a second one of these kills.
+    """
     watchdog = watchdog_seconds()
     interval = min(BEAT, watchdog or BEAT)
     notify("READY=1", f"STATUS=arena of {daemon.store.capacity} bytes")
@@ -154,11 +144,10 @@ def shown(config: Config) -> dict[str, Any]:
         f"{u.kind}:{u.number} {u.tenant} {ROLES[u.role]}" if u.kind != "any" else f"any {u.tenant} {ROLES[u.role]}"
         for u in config.users
     ]
-    values: dict[str, Any] = {setting.name: getattr(config, setting.name) for setting in SETTINGS}
+    values: dict[str, Any] = {setting.name: getattr(config, setting.name) for setting in BY_NAME.values()}
     values |= {"socket_mode": f"{config.socket_mode:03o}", "users": users, "grpc": list(map(str, config.grpc))}
-    return {
-        name: value if isinstance(value, int | list) or value is None else str(value) for name, value in values.items()
-    }
+    plain = (int, list, type(None))
+    return {name: value if isinstance(value, plain) else str(value) for name, value in values.items()}
 
 
 def main() -> None:

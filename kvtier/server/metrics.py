@@ -1,8 +1,9 @@
 """What the daemon exports: gauges read at the moment of a scrape, counters that never fall, in a registry of its own.
 
-Labels are few and fixed: tier, transport, verb, kind, reason, and the first 16 hex digits of a description's digest for the namespaces that hold most
-bytes (`TOP`), the rest together as "other". Never a key, hash, salt, token, tenant or request id. A scrape takes the store's lock for microseconds;
-it is called by the endpoint's threads, never by a transport's. docs/operations.md lists every family, and a test compares.
+Labels are few and fixed: tier, transport, verb, kind, reason, and the first 16 hex digits of a description's digest
+for the namespaces that hold most bytes (`TOP`), the rest together as "other". Never a key, hash, salt, token, tenant
+or request id. A scrape takes the store's lock for microseconds; it is called by the endpoint's threads, never by a
+transport's. docs/watch.md lists every family, and a test compares.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ GAUGES = (
     Family("kvtier_blocks", "", "Sealed blocks.", ("tier", "namespace")),
     Family("kvtier_block_bytes", "", "Bytes of sealed blocks, without padding.", ("tier", "namespace")),
     Family("kvtier_namespaces", "namespaces", "Namespaces registered."),
-    Family("kvtier_leased_blocks", "leased_blocks", "Blocks that somebody reads."),
+    Family("kvtier_leased_blocks", "leased_blocks", "Blocks that clients are reading."),
     Family("kvtier_leased_bytes", "leased_bytes", "Their slots."),
     Family("kvtier_reserved_blocks", "reserved_blocks", "Slots that are being filled."),
     Family("kvtier_reserved_bytes", "reserved_bytes", "Their bytes."),
     Family("kvtier_pinned_blocks", "pinned_blocks", "Blocks that an operator has pinned."),
     Family("kvtier_pinned_bytes", "pinned_bytes", "Their slots."),
     Family("kvtier_sessions", "sessions", "Clients with a session."),
-    Family("kvtier_lane_sockets", "lane_sockets", "Open lane sockets."),
-    Family("kvtier_lane_strangers", "lane_strangers", "Lane sockets that have not said a valid hello yet."),
+    Family("kvtier_lane_sockets", "lane_sockets", "Open sockets of the Unix transport."),
+    Family("kvtier_lane_strangers", "lane_strangers", "Of them without a valid hello yet."),
     Family("kvtier_grpc_calls", "grpc_calls", "gRPC calls under way."),
     Family("kvtier_grpc_bulk_calls", "grpc_bulk_calls", "Puts and gets among them."),
     Family(
@@ -110,14 +111,14 @@ COUNTERS = (
     Family(
         "kvtier_expired_blocks",
         "",
-        "Blocks forgotten because nobody had used them for their namespace's time-to-live.",
+        "Blocks forgotten because they were not used for their namespace's time-to-live.",
         ("tier",),
     ),
     Family("kvtier_deleted_blocks", "deleted_blocks_total", "Blocks forgotten on demand."),
     Family("kvtier_drained_slabs", "drained_slabs_total", "Slabs emptied for another block size."),
     Family("kvtier_full", "full_total", "Reservations refused for want of room or by a cap."),
     Family("kvtier_bad_headers", "bad_headers_total", "Blocks dropped because a writer had changed their header."),
-    Family("kvtier_lane_refused", "lane_refused", "Lane sockets closed at once: too many."),
+    Family("kvtier_lane_refused", "lane_refused", "Sockets of the Unix transport closed at once: too many."),
     Family("kvtier_grpc_cut", "grpc_cut_total", "gRPC calls ended by the daemon: they stood still or took too long."),
     Family("kvtier_settled_blocks", "settled_blocks_total", "Blocks copied to a lower tier."),
     Family("kvtier_settled_bytes", "settled_bytes_total", "Their bytes."),
@@ -150,9 +151,9 @@ COUNTERS = (
     Family("kvtier_sent_bytes", "", "Bytes of answers.", ("transport",)),
 )
 _BELOW = (
-    "promoting_blocks", "settle_queue_blocks", "settled_blocks_total", "settled_bytes_total", "settle_dropped_blocks_total",
-    "settle_refused_blocks_total", "promoted_blocks_total", "promoted_bytes_total", "promotion_lost_blocks_total",
-    "promotion_failed_blocks_total", "promotion_refused_blocks_total",
+    "promoting_blocks", "settle_queue_blocks", "settled_blocks_total", "settled_bytes_total",
+    "settle_dropped_blocks_total", "settle_refused_blocks_total", "promoted_blocks_total", "promoted_bytes_total",
+    "promotion_lost_blocks_total", "promotion_failed_blocks_total", "promotion_refused_blocks_total",
 )  # fmt: skip
 _NOTHING_BELOW = dict.fromkeys(_BELOW, 0)  # what the report lacks where there is no lower tier
 Values = dict[str, dict[tuple[str, ...], float]]  # by family: labels -> value
@@ -162,7 +163,7 @@ CALLS = Family(
 
 
 class Exporter(Collector):
-    """Reads everything at a scrape. `transports` are what lane and door say of themselves; `ready` is whether the daemon is."""
+    """Reads everything at a scrape. `transports`: gauges of both transports; `ready`: whether the daemon is."""
 
     def __init__(
         self, service: Service, transports: Callable[[], Mapping[str, int]], ready: Callable[[], bool]
@@ -292,9 +293,8 @@ def _fill(
     computed: Mapping[str, Mapping[tuple[str, ...], float]],
 ) -> Metric:
     if family.key:
-        metric.add_metric(
-            (CPU,) if family.labels else (), report[family.key]
-        )  # the one label of such a family is the tier
+        # The one label of such a family is the tier.
+        metric.add_metric((CPU,) if family.labels else (), report[family.key])
     else:
         for labels, value in sorted(computed[family.name].items()):
             metric.add_metric(labels, value)

@@ -1,9 +1,10 @@
-"""A client's life with the daemon: what it holds, and what happens to that when it goes.
+"""What a client holds, and what happens when a client dies.
 
-A session owns the reservations and leases of one Client object; sockets join it. A lease belongs to a session, not to a clock: the daemon holds a
-pidfd of the client's process, and the end of the process returns everything at once. If the last socket closes while the process lives,
-everything it held goes to *limbo*: nothing of it is reused before the process ends, joins again, or says that its copies are done.
-Thread-safe: a lock per session and one for the registry; the store's lock is taken inside a session's, never the other way round.
+A session owns the reservations and leases of one Client object; its sockets join it. No lease runs out by time: the
+daemon holds a pidfd of the client's process, and when the process ends, everything that it held is returned at once.
+If the last socket closes while the process lives, what the session holds goes to *limbo*: nothing of it is reused
+before the process ends, joins again, or says that its copies are done. Without a pidfd the end of the last socket ends
+the session. Thread-safe: a lock per session and one for the registry, the store's lock inside a session's.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from typing import Any, TypeVar
 
 from kvtier.errors import Denied, Full, Invalid, KvtierError, NotFound
 from kvtier.format.block import digest
+from kvtier.protocol.limits import MAX_OPEN, SESSION_ID
+from kvtier.server.logs import fields
 from kvtier.store.accounts import Account, Reservation
 from kvtier.store.namespaces import Namespace
 from kvtier.store.store import Store
 
 MAX_SESSIONS = 1024
 MAX_SOCKETS = 64  # of one session
-MAX_OPEN = 4096  # reservations and leases of one session
-MAX_FINISHED = 4096  # ids remembered, so that repeating seal, abort and release is harmless
+MAX_FINISHED = 4096  # ids remembered per session, so that repeating seal, abort and release is harmless
 READ, WRITE, ADMIN = range(3)
 ROLES = ("read", "write", "admin")
 T = TypeVar("T")
@@ -51,23 +53,21 @@ class Session:
         self.peer = peer
         self.sockets = 0
         self.limbo = False
-        self.drained = False  # its client has said that it touches nothing of it any more
+        self.drained = False  # its client has said that none of its copies is under way any more
         self._store = store
         self._account: Account = store.account(peer.tenant, own)
         self._lock = threading.Lock()
         self._ended = False
         self._reservations: dict[int, Reservation] = {}
         self._leases: dict[int, list[int | None]] = {}  # row per key in the request's order, None once released
-        self._finished: OrderedDict[int, tuple[int, Set[int]]] = (
-            OrderedDict()
-        )  # id -> (entries of a reservation, those that were lost)
+        # id -> (entries of a reservation, those that were lost)
+        self._finished: OrderedDict[int, tuple[int, Set[int]]] = OrderedDict()
 
     def allow(self, role: int) -> None:
         """Raises Denied if the peer's role is less."""
         if self.peer.role < role:
-            raise Denied(
-                f"this needs role {ROLES[role]}; tenant {self.peer.tenant} is connected with role {ROLES[self.peer.role]}"
-            )
+            has = f"tenant {self.peer.tenant} is connected with role {ROLES[self.peer.role]}"
+            raise Denied(f"this needs role {ROLES[role]}; {has}")
 
     def reserve(
         self,
@@ -94,7 +94,10 @@ class Session:
         return offsets
 
     def seal(self, id_: int, indices: Sequence[int], checksums: Sequence[int] | None = None) -> int:
-        """Makes entries of a reservation visible (all: no indices). Returns how many of them are stored, aborted ones excepted. Idempotent."""
+        """Makes entries of a reservation visible (no indices: all). Returns how many are stored, aborted ones excepted.
+
+        Idempotent.
+        """
         reservation = self._open(id_)
         if reservation is None:
             with self._lock:
@@ -106,7 +109,7 @@ class Session:
             self._finish(id_, reservation)
 
     def abort(self, id_: int, indices: Sequence[int]) -> int:
-        """Gives entries of a reservation back (all: no indices). Returns how many slots were freed. Idempotent."""
+        """Gives entries of a reservation back (no indices: all). Returns how many slots were freed. Idempotent."""
         reservation = self._open(id_)
         if reservation is None:
             return 0
@@ -159,7 +162,7 @@ class Session:
         return released
 
     def checksum(self, id_: int, index: int, block: memoryview) -> int:
-        """The digest of an entry of an open lease, whose bytes are `block`: from the ledger, else computed once and kept there."""
+        """The digest of an entry of an open lease with the bytes `block`; computed once and kept in the ledger."""
         row = self._leases[id_][index]
         assert row is not None
         known = self._store.checksums([row])[0]
@@ -216,7 +219,10 @@ class Session:
             raise Full(f"full, retry: the session has {MAX_OPEN} reservations and leases open")
 
     def _keep(self, table: dict[int, T], id_: int, held: T) -> None:
-        """Enters what was taken. Raises what `_check_new` does: meanwhile another socket may have used the id, or the session may have ended."""
+        """Enters what was taken.
+
+        Raises like `_check_new`: another socket may have used the id, or the session may have ended.
+        """
         with self._lock:
             self._check_unused(id_)
             table[id_] = held
@@ -254,9 +260,9 @@ def _entries(indices: Sequence[int], size: int) -> Sequence[int]:
     return list(dict.fromkeys(indices))
 
 
-def _fields(session: Session) -> dict[str, dict[str, Any]]:
+def _fields(session: Session) -> dict[str, Any]:
     peer = session.peer
-    return {"fields": {"tenant": peer.tenant, "uid": peer.uid, "pid": peer.pid, "held_bytes": session.held_bytes}}
+    return fields(tenant=peer.tenant, uid=peer.uid, pid=peer.pid, held_bytes=session.held_bytes)
 
 
 class Sessions:
@@ -275,11 +281,11 @@ class Sessions:
         self._watcher.start()
 
     def open(self, peer: Peer, pidfd: int | None, own: bool = False) -> Session:
-        """A new session. Takes over `pidfd`; without one (inline transfer only) the last socket's end is the session's end.
+        """A new session. Takes over `pidfd`; without one (no mapped arena) the end of the last socket ends the session.
 
-        `own`: the daemon's, for pins.
+        `own`: one of the daemon's own, for pins. Raises Full.
         """
-        session = Session(os.urandom(16), peer, self._store, own)
+        session = Session(os.urandom(SESSION_ID), peer, self._store, own)
         with self._lock:
             if len(self._by_id) >= MAX_SESSIONS:
                 if pidfd is not None:
@@ -294,7 +300,10 @@ class Sessions:
         return session
 
     def join(self, session_id: bytes, peer: Peer) -> Session:
-        """One more socket of a session, of the same user and process; brings it back from limbo, voids `drained`. Raises NotFound, Denied, Full."""
+        """One more socket of a session, of the same user and process; ends its limbo and `drained`.
+
+        Raises NotFound, Denied, Full.
+        """
         with self._lock:
             session = self._find(session_id, peer)
             if session.sockets >= MAX_SOCKETS:
@@ -304,7 +313,10 @@ class Sessions:
             return session
 
     def leave(self, session: Session) -> None:
-        """A socket closed. The last one ends the session, or sends what it holds to limbo while its process lives and has not said `drained`."""
+        """A socket closed.
+
+        The last one ends the session, or puts it in limbo if it holds slots and its process lives, not `drained`.
+        """
         with self._lock:
             session.sockets -= 1
             if session.sockets or session.id not in self._by_id:
@@ -320,9 +332,10 @@ class Sessions:
             session.end()
 
     def drained(self, session_id: bytes, peer: Peer) -> None:
-        """The client says that no copy of an earlier session of its process is still under way: it leaves limbo.
+        """The client says that no copy of an earlier session of its process is still under way. That session ends.
 
-        A client closes its sockets before it says so, but the threads that read them may find out later: then the last of them ends the session.
+        A client closes its sockets before it says so. If threads that read them have not noticed yet, the last of them
+        ends the session.
         """
         with self._lock:
             try:
@@ -389,9 +402,8 @@ class Sessions:
     def _watch(self) -> None:
         while True:
             self._poll.poll()
-            with (
-                self._lock
-            ):  # asked again under it: a number seen before may by now be the pidfd of a process that lives
+            with self._lock:
+                # Asked again under the lock: a number seen before may by now be the pidfd of a process that lives.
                 ready = [fd for fd, _ in self._poll.poll(0)]
                 if self._wake_read in ready:
                     return

@@ -1,6 +1,6 @@
-"""A Unix socket's path that belongs to this process: a second daemon is refused, and what a dead one left is removed.
+"""The claim of a Unix socket's path by one process: a second daemon is refused, the socket of a dead one is removed.
 
-The proof is a lock on a file beside the socket, which the kernel drops with the process. Belongs to one thread.
+The claim is a lock on a file beside the socket, which the kernel drops with the process. Belongs to one thread.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from kvtier.errors import Unavailable
 
 
 class SocketClaim:
-    """Claims `path`, so that a socket can be bound there. Raises Unavailable if another daemon serves it, or if something else stands there."""
+    """Claims `path`, so that a socket can be bound there.
+
+    Raises Unavailable if another daemon serves it or another file is there.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,8 +1,9 @@
-"""Put and get for callers who cannot map the arena: the bytes themselves, in chunks, checked on both sides.
+"""Put and get for callers who cannot map the arena: streams of the bytes themselves, in chunks, checked on both sides.
 
-A put reads chunks and copies them into reserved slots, window by window, so that a long one stays below the caller's cap; a get leases, streams and
-releases the same way. Each yields or consumes plain bytes; framing is the transport's. Whatever ends a call early, nothing stays held.
-No copy is made here but into slots: what a get yields is the slot itself, to be copied before the next step.
+A put copies chunks into reserved slots, window by window, so that a long one stays below the caller's cap; a get
+leases, streams and releases the same way. Framing is the transport's. Whatever ends a call early, nothing stays held.
+The only copy made here is into slots: what a get yields is the slot itself, which the caller copies before the next
+step. Belongs to the thread of its call.
 """
 
 from __future__ import annotations
@@ -15,16 +16,15 @@ import xxhash
 
 from kvtier.errors import Deadline, Invalid, KvtierError, Lost
 from kvtier.format.block import digest
-from kvtier.format.identity import NO_CONTEXT, derive_keys
+from kvtier.format.identity import NO_CONTEXT
 from kvtier.format.layout import HEADER_BYTES
-from kvtier.protocol.limits import CHUNK, MAX_KEYS
+from kvtier.protocol.limits import CHUNK
 from kvtier.protocol.stops import PRESENT, Stop
 from kvtier.protocol.v1 import kvtier_pb2 as pb
 from kvtier.server.sessions import Session
 from kvtier.server.verbs import Service, range_of
-from kvtier.store.namespaces import check_hashes
 
-_WINDOW = 32  # blocks held at once
+_WINDOW = 32  # blocks held at once, at most
 
 Piece = bytes | memoryview
 
@@ -32,23 +32,17 @@ Piece = bytes | memoryview
 def put(
     service: Service, session: Session, request: pb.PutRequest, chunks: Iterator[Piece], until: float
 ) -> pb.PutReply:
-    """Stores the bodies that `chunks` carries in order. The answer counts the leading blocks known now. Raises Invalid for a malformed call.
+    """Stores the bodies that `chunks` carries in order. The answer counts the leading blocks known now.
 
-    `until` is a time.monotonic(). Bodies of blocks that are present are read and dropped. Any other fault ends the put with a reason.
+    Raises Invalid for a malformed call. `until` is a time.monotonic(). Bodies of blocks that are present are read and
+    dropped. Any other fault ends the put with a reason.
     """
     asked = request.keys
-    namespace = service.store.namespaces.get(asked.handle, session.peer.tenant)
-    resolved = range_of(asked)
+    namespace, keys, hashes = service.new_blocks_of(session, asked)
+    n, resolved, context = len(keys), range_of(asked), asked.context or NO_CONTEXT
     extents = namespace.extents(resolved)
-    if asked.nbytes != extents.block_bytes:
-        raise Invalid(f"blocks of this namespace and range have {extents.block_bytes} bytes, not {asked.nbytes}")
-    step = namespace.description.hashing.nbytes
-    n = check_hashes(asked.hashes, step, MAX_KEYS)
     if len(request.checksum) != n:
         raise Invalid(f"{len(request.checksum)} checksums for {n} hashes")
-    context = asked.context or NO_CONTEXT
-    keys = derive_keys(namespace.digest, resolved, context, asked.hashes, step)
-    hashes = [asked.hashes[at : at + step] for at in range(0, n * step, step)]
     known = 0
     window = _window(service, extents.slot_bytes)
     for id_, first in enumerate(range(0, n, window), 1):
@@ -70,31 +64,26 @@ def put(
 def get(
     service: Service, session: Session, request: pb.Keys, until: float
 ) -> Generator[pb.GetReply | memoryview | pb.GetTrailer, None, None]:
-    """A GetReply, the bytes of the leading known blocks in pieces of at most CHUNK, a GetTrailer. Raises Invalid, Stale, Deadline.
+    """A GetReply, the bytes of the leading known blocks in pieces of at most CHUNK, a GetTrailer.
 
-    A piece is valid until the next one is asked for. Closing the generator early releases what it holds.
+    Raises Invalid, Stale, Deadline. A piece is valid until the next one is asked for. Closing the generator early
+    releases what it holds.
     """
-    namespace = service.store.namespaces.get(request.handle, session.peer.tenant)
-    resolved = range_of(request)
-    extents = namespace.extents(resolved)
-    step = namespace.description.hashing.nbytes
-    n = check_hashes(request.hashes, step, MAX_KEYS)
-    keys = derive_keys(namespace.digest, resolved, request.context or NO_CONTEXT, request.hashes, step)
+    namespace, keys = service.blocks_of(session, request)
+    extents = namespace.extents(range_of(request))
     nbytes, window = extents.block_bytes, _window(service, extents.slot_bytes)
     memory = service.store.arena.memory
     now = time.monotonic()
-    cold_until = (
-        min(until, now + request.wait_ms / 1000) if request.wait_ms else now + 0.8 * (until - now)
-    )  # what has come is still sent then
+    # Without `wait_ms` a fifth of the time is left to send what has come up by then.
+    cold_until = min(until, now + request.wait_ms / 1000) if request.wait_ms else now + 0.8 * (until - now)
     yield pb.GetReply(nbytes=nbytes)
     sums: list[int] = []
     stop = int(Stop.END)
-    for id_, first in enumerate(range(0, n, window), 1):
+    for id_, first in enumerate(range(0, len(keys), window), 1):
         part = keys[first : first + window]
         if service.tiering is not None:
-            service.tiering.prefetch(
-                keys[first : first + 2 * window], namespace, extents
-            )  # the next window comes while this one is sent
+            # The next window comes up while this one is sent.
+            service.tiering.prefetch(keys[first : first + 2 * window], namespace, extents)
             service.tiering.bring_up(part, namespace, extents, cold_until)
         offsets, stop = session.lease(id_, part)
         try:
@@ -120,9 +109,10 @@ def _window(service: Service, slot_bytes: int) -> int:
 def _fill(
     service: Service, offsets: list[int], nbytes: int, expected: list[int], chunks: Iterator[Piece], until: float
 ) -> list[int]:
-    """Reads one body per offset into its slot (or past a PRESENT one). Returns the digests of the blocks, 0 for those that are present.
+    """Reads one body per offset into its slot (or past a PRESENT one).
 
-    Raises Lost for a body that is not what its checksum says, Invalid for one that ends early or runs over, Deadline.
+    Returns the digests of the blocks, 0 for those that are present. Raises Lost for a body that fails its checksum,
+    Invalid for one that ends early or runs over, Deadline.
     """
     array, sums = service.store.arena.array, []
     for offset, checksum in zip(offsets, expected, strict=True):
@@ -133,17 +123,15 @@ def _fill(
                 raise Deadline("the put ran out of time")
             chunk = next(chunks, None)
             if not chunk or have + len(chunk) > nbytes:
-                raise Invalid(
-                    f"a body of this range has {nbytes} bytes, in chunks of its own; {have + len(chunk or b'')} came"
-                )
+                came = have + len(chunk or b"")
+                raise Invalid(f"a body of this range has {nbytes} bytes, in chunks of its own; {came} came")
             hasher.update(chunk)
             if offset != PRESENT:
                 start = offset + HEADER_BYTES + have
                 np.copyto(array[start : start + len(chunk)], np.frombuffer(chunk, np.uint8))
             have += len(chunk)
         if hasher.intdigest() != checksum:
-            raise Lost("a body arrived other than its checksum says: send it again")
-        sums.append(
-            0 if offset == PRESENT else digest(service.store.arena.memory[offset : offset + HEADER_BYTES + nbytes])
-        )
+            raise Lost("a body does not match its checksum: send it again")
+        end = offset + HEADER_BYTES + nbytes
+        sums.append(0 if offset == PRESENT else digest(service.store.arena.memory[offset:end]))
     return sums

@@ -1,4 +1,7 @@
-"""The service manager's side: READY, STOPPING, STATUS and WATCHDOG for systemd's socket, if there is one. Never raises, waits a second at most."""
+"""Messages to systemd: READY, STOPPING, STATUS and WATCHDOG to its socket, if there is one.
+
+Never raises, waits a second at most.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import socket
 
 
 def notify(*lines: str) -> bool:
-    """Sends lines such as "READY=1" to $NOTIFY_SOCKET. False where nobody listens."""
+    """Sends lines such as "READY=1" to $NOTIFY_SOCKET. False where there is none."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address.startswith(("/", "@")):
         return False

@@ -1,9 +1,10 @@
-"""The lane: the fast path for processes on this host, a Unix socket over which slots travel by reference.
+"""The Unix transport: the fast path for processes on this host, a socket over which slots travel by reference.
 
-One thread per socket, which answers its calls in their order. The first frame is a hello: it opens or joins a session and hands the arena's file
-descriptor out, if a pidfd of the client can be had (from the kernel, or passed along). Every wait has a limit: 2 s for a hello and
-for the rest of a frame that has begun (and at most 2 s more for the last piece that then comes too late), 2 s for a client to take its answer.
-What is malformed is answered by name or closed, and stores nothing; a process that goes on so is answered more and more slowly.
+One thread per socket answers its calls in order. The first frame is a hello: it opens or joins a session, and its
+answer hands out the arena's file descriptor if the daemon has a pidfd of the client. Every wait has a limit of
+`PATIENCE` (2 s): for a hello, for the rest of a frame that has begun (a last piece may come as much later still), and
+for a client to take its answer. A malformed call gets an error or a closed socket and stores nothing; a process that
+goes on sending such calls is answered more and more slowly. Thread-safe.
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ from google.protobuf.message import DecodeError
 
 from kvtier.errors import Invalid, KvtierError, Unavailable
 from kvtier.protocol import frames
+from kvtier.protocol.fields import check_fields
 from kvtier.protocol.frames import Verb
+from kvtier.protocol.limits import MAX_DRAINED, PATIENCE, SESSION_ID
 from kvtier.protocol.v1 import kvtier_pb2 as pb
+from kvtier.server.logs import fields
 from kvtier.server.meters import Series
 from kvtier.server.sessions import ROLES, Peer, Session
 from kvtier.server.socket_claim import SocketClaim
@@ -33,10 +37,12 @@ from kvtier.server.verbs import HANDLERS, Service
 from kvtier.version import __version__
 
 PROTOCOL = 1
-PATIENCE = 2.0  # seconds
-MAX_STRANGERS = 64  # sockets that have not said a valid hello
+MAX_UNKNOWN = 64  # sockets that have not sent a valid hello
 MAX_SOCKETS = 2048
-FIRST_REFUSAL, MAX_REFUSAL = 0.001, 0.1  # seconds that a malformed call costs its sender: the first of a row, and any
+FIRST_REFUSAL, MAX_REFUSAL = (
+    0.001,
+    0.1,
+)  # seconds that a malformed call costs its sender: the first of a row, and at most
 MAX_LARGE = 8  # frames above `frames.SMALL` that are in memory at once
 _SO_PEERPIDFD = 77
 _STACK_BYTES = 512 * 1024
@@ -47,7 +53,7 @@ log = logging.getLogger(__name__)
 class UnixServer:
     """Listens on `path`. `peers` decides who a connecting process is (uid, gid, pid -> Peer), or raises Denied.
 
-    Raises Unavailable if another daemon serves this path. `start` returns at once; `close` ends all threads within `PATIENCE`.
+    Raises Unavailable if another daemon serves this path. `start` returns at once.
     """
 
     def __init__(self, path: Path, service: Service, peers: Callable[[int, int, int], Peer], mode: int = 0o600) -> None:
@@ -56,14 +62,14 @@ class UnixServer:
         self._peers = peers
         self._lock = threading.Condition()
         self._sockets: set[socket.socket] = set()
-        self._strangers = 0
+        self._greeting = 0
         self._refused = 0
         self._closing = False
         self._large = threading.Semaphore(MAX_LARGE)
         self._refusals = Refusals()
         self._meters: dict[int, Series] = {verb: service.meters.series("lane", verb.name.lower()) for verb in Verb}
         self._unknown = service.meters.series("lane", "unknown")
-        self._guard = SocketClaim(path)
+        self._claim = SocketClaim(path)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             self._listener.bind(str(path))
@@ -71,9 +77,9 @@ class UnixServer:
             self._listener.listen(128)
         except OSError as error:
             self._listener.close()
-            self._guard.release()
+            self._claim.release()
             raise Unavailable(f"cannot listen on {path}: {error.strerror}") from None
-        self._acceptor = threading.Thread(target=self._accept, name="lane-accept", daemon=True)
+        self._acceptor = threading.Thread(target=self._accept, name="unix-accept", daemon=True)
 
     def start(self) -> None:
         self._acceptor.start()
@@ -83,7 +89,10 @@ class UnixServer:
         return self._acceptor.is_alive()
 
     def close(self) -> None:
-        """Stops accepting, lets calls under way finish, closes every socket and removes the path. Waits at most twice `PATIENCE`."""
+        """Stops accepting, lets calls under way finish, closes every socket, removes the path.
+
+        Waits at most twice `PATIENCE`.
+        """
         with self._lock:
             self._closing = True
             sockets = list(self._sockets)
@@ -98,16 +107,13 @@ class UnixServer:
                 pass  # gone already
         with self._lock:
             if not self._lock.wait_for(lambda: not self._sockets, PATIENCE):
-                log.warning("calls cut off", extra={"fields": {"sockets": len(self._sockets)}})
-        self._guard.close()
+                log.warning("calls cut off", extra=fields(sockets=len(self._sockets)))
+        self._claim.close()
 
     def gauges(self) -> dict[str, int]:
         with self._lock:
-            return {
-                "lane_sockets": len(self._sockets),
-                "lane_strangers": self._strangers,
-                "lane_refused": self._refused,
-            }
+            sockets, greeting, refused = len(self._sockets), self._greeting, self._refused
+        return {"lane_sockets": sockets, "lane_strangers": greeting, "lane_refused": refused}
 
     def _accept(self) -> None:
         failing = False
@@ -118,17 +124,17 @@ class UnixServer:
                 if self._closing:
                     return
                 if not failing:
-                    log.warning("accepting fails", extra={"fields": {"socket": self._path, "reason": error.strerror}})
+                    log.warning("accepting fails", extra=fields(socket=self._path, reason=error.strerror))
                 failing = True
                 time.sleep(0.1)  # out of descriptors: let some close
                 continue
             if failing:
-                log.info("accepting again", extra={"fields": {"socket": self._path}})
+                log.info("accepting again", extra=fields(socket=self._path))
                 failing = False
             with self._lock:
-                full = self._strangers >= MAX_STRANGERS or len(self._sockets) >= MAX_SOCKETS or self._closing
+                full = self._greeting >= MAX_UNKNOWN or len(self._sockets) >= MAX_SOCKETS or self._closing
                 if not full:
-                    self._strangers += 1
+                    self._greeting += 1
                     self._sockets.add(sock)
                 self._refused += full
             if full:
@@ -136,36 +142,36 @@ class UnixServer:
                 continue
             before = threading.stack_size(_STACK_BYTES)
             try:
-                threading.Thread(target=self._serve, args=(sock,), name="lane", daemon=True).start()
+                threading.Thread(target=self._serve, args=(sock,), name="unix", daemon=True).start()
             except RuntimeError:
-                self._drop(sock, stranger=True)
-                log.warning("no thread for another socket", extra={"fields": {"socket": self._path}})
+                self._drop(sock, greeting=True)
+                log.warning("no thread for another socket", extra=fields(socket=self._path))
             finally:
                 threading.stack_size(before)
 
-    def _drop(self, sock: socket.socket, stranger: bool) -> None:
+    def _drop(self, sock: socket.socket, greeting: bool) -> None:
         sock.close()
         with self._lock:
             self._sockets.discard(sock)
-            self._strangers -= stranger
+            self._greeting -= greeting
             self._lock.notify_all()
 
     def _serve(self, sock: socket.socket) -> None:
         session: Session | None = None
-        stranger = True
+        greeting = True
         began = time.perf_counter()
         try:
             frames.set_timeouts(sock, PATIENCE, PATIENCE)
             session = self._hello(sock)
             self._meters[Verb.HELLO].add(time.perf_counter() - began, 0, 0, 0)
             with self._lock:
-                self._strangers -= 1
-            stranger = False
+                self._greeting -= 1
+            greeting = False
             self._calls(sock, session)
         except (OSError, frames.Closed, frames.Idle):
-            pass  # the peer is gone, or said nothing
+            pass  # the peer is gone, or sent nothing
         except KvtierError as error:
-            (self._meters[Verb.HELLO] if stranger else self._unknown).add(time.perf_counter() - began, error.code, 0, 0)
+            (self._meters[Verb.HELLO] if greeting else self._unknown).add(time.perf_counter() - began, error.code, 0, 0)
             self._refusals.wait(error, _credentials(sock)[2])
             _refuse(sock, error, self._service.boot)
         except Exception:
@@ -175,10 +181,13 @@ class UnixServer:
                 if session is not None:
                     self._service.sessions.leave(session)
             finally:
-                self._drop(sock, stranger)
+                self._drop(sock, greeting)
 
     def _hello(self, sock: socket.socket) -> Session:
-        """Reads the first frame and answers it. Raises what `frames.receive` raises, and KvtierError for a hello that is refused."""
+        """Reads the first frame and answers it.
+
+        Raises what `frames.receive` raises, and KvtierError for a refused hello.
+        """
         buffer = memoryview(bytearray(frames.HEADER.size + frames.MAX_HELLO))
         passed = array.array("i")
         until = time.monotonic() + PATIENCE
@@ -207,7 +216,7 @@ class UnixServer:
             session = self._service.sessions.open(peer, pidfd)
         try:
             self._welcome(sock, request, session, message.map and self._service.sessions.watched(session))
-        except BaseException:  # it went away before it heard: this socket does not keep the session
+        except BaseException:  # the client is gone before its answer: this socket does not keep the session
             self._service.sessions.leave(session)
             raise
         return session
@@ -236,9 +245,9 @@ class UnixServer:
         except DecodeError:
             raise Invalid("the hello is not a HelloRequest") from None
         if message.protocol != PROTOCOL:
-            raise Invalid(f"this daemon speaks lane protocol {PROTOCOL}, not {message.protocol}")
-        if len(message.drained) > 16 or len(message.session) not in (0, 16):
-            raise Invalid("a hello names at most 16 drained sessions, of 16 bytes each")
+            raise Invalid(f"this daemon speaks protocol {PROTOCOL}, not {message.protocol}")
+        if len(message.drained) > MAX_DRAINED or len(message.session) not in (0, SESSION_ID):
+            raise Invalid(f"a hello names at most {MAX_DRAINED} drained sessions, of {SESSION_ID} bytes each")
         return request, message
 
     def _calls(self, sock: socket.socket, session: Session) -> None:
@@ -256,13 +265,9 @@ class UnixServer:
                 if quiet:
                     verb = Verb.RELEASE
                 status, reply, undo = self._answer(session, verb, body)
+                sent = 0 if quiet else frames.HEADER.size + len(reply)
                 series = self._meters.get(verb, self._unknown)
-                series.add(
-                    time.perf_counter() - began,
-                    status,
-                    frames.HEADER.size + len(body),
-                    0 if quiet else frames.HEADER.size + len(reply),
-                )
+                series.add(time.perf_counter() - began, status, frames.HEADER.size + len(body), sent)
                 buffer.done()
                 if status == Invalid.code:
                     self._refusals.wait(Invalid(), session.peer.pid)
@@ -288,7 +293,7 @@ class UnixServer:
                 raise Invalid(f"unknown verb {verb}")
             session.allow(handler.role)
             if handler.most_fields:
-                frames.check_fields(body, handler.most_fields)
+                check_fields(body, handler.most_fields)
             message = handler.request.FromString(body)  # type: ignore[arg-type]
             reply = handler.call(self._service, session, message).SerializeToString()
             return 0, reply, message.id if handler.undo else 0  # type: ignore[attr-defined]
@@ -297,14 +302,14 @@ class UnixServer:
         except DecodeError:
             return Invalid.code, f"the body is not the message that verb {verb} takes".encode(), 0
         except Exception:
-            log.exception("verb failed", extra={"fields": {"verb": verb}})
+            log.exception("verb failed", extra=fields(verb=verb))
             return KvtierError.code, b"internal error; see the daemon's log", 0
 
 
 class Refusals:
-    """Makes malformed calls slow: each in a row of one process twice as slow as the one before, until a good one ends the row.
+    """Makes malformed calls slow: each in a row of one process waits twice as long as the last, until a good call.
 
-    A loop of bad input would else keep the interpreter from everyone. Thread-safe.
+    Otherwise a loop of bad input would keep the interpreter from all other clients. Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -317,7 +322,7 @@ class Refusals:
             with self._lock:
                 n = self._in_a_row.pop(pid, 0)
                 self._in_a_row[pid] = min(n + 1, 16)
-                if len(self._in_a_row) > MAX_STRANGERS:
+                if len(self._in_a_row) > MAX_UNKNOWN:
                     self._in_a_row.popitem(last=False)
             time.sleep(min(MAX_REFUSAL, FIRST_REFUSAL * 2**n))
 
@@ -336,7 +341,7 @@ def _refuse(sock: socket.socket, error: KvtierError, boot: int) -> None:
     try:
         sock.sendall(frames.pack(error.code, 0, boot, _text(error)))
     except OSError:
-        pass  # nobody listens
+        pass  # the peer is gone
 
 
 def _credentials(sock: socket.socket) -> tuple[int, int, int]:
@@ -346,7 +351,7 @@ def _credentials(sock: socket.socket) -> tuple[int, int, int]:
 
 
 def _pidfd(sock: socket.socket, passed: array.array[int], pid: int) -> int | None:
-    """A pidfd of the peer: from the kernel (6.5 and later), else a copy of the one it passed, if that is really the peer's. None: cannot be had."""
+    """A pidfd of the peer: the kernel's (6.5 and later), a copy of one that it passed if that is its own, or None."""
     try:
         (fd,) = struct.unpack("i", sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4))
         return int(fd)

@@ -1,7 +1,8 @@
-"""The verbs as messages: what a request means, checked against every limit, and the answer. The same for the lane and for gRPC.
+"""The verbs: what a request means, checked against every limit, and the answer. Both transports serve them from here.
 
-A method takes a session and a request and returns the reply; errors are raised as `kvtier.errors`. Keys are derived here, outside any lock.
-Thread-safe: of its own it holds only the pins, under a lock of theirs.
+`HANDLERS`, below `Service`, is the table of which role may call what. A method takes a session and a request and
+returns the reply; errors are raised as `kvtier.errors`. Keys are derived here, outside any lock. Thread-safe: the pins
+are under a lock of their own.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from kvtier.protocol.frames import Verb
 from kvtier.protocol.limits import MAX_KEYS, MAX_RUNS, MAX_WAIT_MS
 from kvtier.protocol.stops import Stop
 from kvtier.protocol.v1 import kvtier_pb2 as pb
+from kvtier.server.logs import fields
 from kvtier.server.meters import Meters
 from kvtier.server.sessions import ADMIN, READ, WRITE, Peer, Session, Sessions
 from kvtier.store.expiry import Expiry
@@ -81,16 +83,14 @@ class Service:
 
     def prefetch(self, session: Session, request: pb.Keys) -> pb.Count:
         """Starts promotion of cold blocks and returns how many are under way."""
-        namespace = self.store.namespaces.get(request.handle, session.peer.tenant)
-        keys = _keys(namespace, request, request.context)
+        namespace, keys = self.blocks_of(session, request)
         if self.tiering is None:
             return pb.Count(n=0, stop=Stop.NO_TIER)  # type: ignore[arg-type]
         return pb.Count(n=self.tiering.prefetch(keys, namespace, namespace.extents(range_of(request))))
 
     def flush(self, session: Session, request: pb.Keys) -> pb.Count:
-        """Waits until blocks are settled, `wait_ms` at most: how many leading ones are."""
-        namespace = self.store.namespaces.get(request.handle, session.peer.tenant)
-        keys = _keys(namespace, request, request.context)
+        """Waits until lower tiers have the blocks, `wait_ms` at most. Returns how many leading ones they have."""
+        namespace, keys = self.blocks_of(session, request)
         if self.tiering is None:
             return pb.Count(n=0, stop=Stop.NO_TIER)  # type: ignore[arg-type]
         until = time.monotonic() + min(request.wait_ms, MAX_WAIT_MS) / 1000
@@ -98,18 +98,9 @@ class Service:
         return pb.Count(n=settled, stop=Stop.END if settled == len(keys) else Stop.MISS)  # type: ignore[arg-type]
 
     def reserve(self, session: Session, request: pb.Keys) -> pb.Slots:
-        namespace = self.store.namespaces.get(request.handle, session.peer.tenant)
-        resolved = range_of(request)
-        expected = namespace.extents(resolved).block_bytes
-        if request.nbytes != expected:
-            raise Invalid(f"blocks of this namespace and range have {expected} bytes, not {request.nbytes}")
-        keys = _keys(namespace, request, request.context)
-        step = namespace.description.hashing.nbytes
-        raw = request.hashes
-        hashes = [raw[at : at + step] for at in range(0, len(raw), step)]
-        return pb.Slots(
-            offset=session.reserve(request.id, namespace, resolved, request.context or NO_CONTEXT, keys, hashes)
-        )
+        namespace, keys, hashes = self.new_blocks_of(session, request)
+        context = request.context or NO_CONTEXT
+        return pb.Slots(offset=session.reserve(request.id, namespace, range_of(request), context, keys, hashes))
 
     def seal(self, session: Session, request: pb.Held) -> pb.Count:
         return pb.Count(n=session.seal(request.id, _entries(request)))
@@ -118,16 +109,14 @@ class Service:
         return pb.Count(n=session.abort(request.id, _entries(request)))
 
     def lease(self, session: Session, request: pb.Keys) -> pb.Slots:
-        namespace = self.store.namespaces.get(request.handle, session.peer.tenant)
-        offsets, stop = session.lease(request.id, _keys(namespace, request, request.context))
+        offsets, stop = session.lease(request.id, self.blocks_of(session, request)[1])
         return pb.Slots(offset=offsets, stop=stop)  # type: ignore[arg-type]
 
     def release(self, session: Session, request: pb.Held) -> pb.Count:
         return pb.Count(n=session.release(request.id, _entries(request)))
 
     def delete(self, session: Session, request: pb.Keys) -> pb.Count:
-        namespace = self.store.namespaces.get(request.handle, session.peer.tenant)
-        return pb.Count(n=self.store.delete(_keys(namespace, request, request.context)))
+        return pb.Count(n=self.store.delete(self.blocks_of(session, request)[1]))
 
     def explain(self, session: Session, request: pb.ExplainRequest) -> pb.ExplainReply:
         lines, nearest = self.store.namespaces.explain(request.description, session.peer.tenant)
@@ -168,25 +157,23 @@ class Service:
                     pins.release(id_, ())
                     del self._pins[tenant, key]
         dropped = self.store.drop(namespace)
-        said = {"namespace": namespace.description_digest.hex()[:16], "tenant": namespace.tenant, "blocks": dropped}
-        log.info("namespace dropped", extra={"fields": said})
+        shown = namespace.description_digest.hex()[:16]
+        log.info("namespace dropped", extra=fields(namespace=shown, tenant=namespace.tenant, blocks=dropped))
         return pb.Count(n=dropped)
 
     def set_ttl(self, session: Session, request: pb.TtlRequest) -> pb.NamespaceInfo:
         namespace = self._named(session, request.name)
         self.expiry.set(namespace, request.seconds)
-        told = {
-            "namespace": namespace.description_digest.hex()[:16],
-            "tenant": namespace.tenant,
-            "seconds": request.seconds,
-        }
-        log.info("time-to-live set", extra={"fields": told})
+        shown = namespace.description_digest.hex()[:16]
+        log.info("time-to-live set", extra=fields(namespace=shown, tenant=namespace.tenant, seconds=request.seconds))
         return _info(namespace, self.store.blocks_by_namespace(), request.seconds)
 
     def pin(self, session: Session, request: pb.Keys) -> pb.Count:
-        """Keeps the leading known blocks from eviction until `unpin`: leases of the daemon's own. At most a tenth of the arena."""
-        namespace = self.store.namespaces.get(request.handle, session.peer.tenant)
-        keys = _keys(namespace, request, request.context)
+        """Keeps the leading known blocks from eviction until `unpin`, by leases of the daemon's own.
+
+        At most a tenth of the arena.
+        """
+        namespace, keys = self.blocks_of(session, request)
         tenant = session.peer.tenant
         pinned = 0
         with self._pin_lock:
@@ -205,8 +192,7 @@ class Service:
         return pb.Count(n=pinned)
 
     def unpin(self, session: Session, request: pb.Keys) -> pb.Count:
-        namespace = self.store.namespaces.get(request.handle, session.peer.tenant)
-        keys = _keys(namespace, request, request.context)
+        _, keys = self.blocks_of(session, request)
         freed = 0
         with self._pin_lock:
             for key in keys:
@@ -215,6 +201,24 @@ class Service:
                     held[0].release(held[1], ())
                     freed += 1
         return pb.Count(n=freed)
+
+    def blocks_of(self, session: Session, request: pb.Keys) -> tuple[Namespace, list[bytes]]:
+        """The namespace of a request's handle and the keys of its blocks. Raises Stale, Invalid."""
+        namespace = self.store.namespaces.get(request.handle, session.peer.tenant)
+        return namespace, _keys(namespace, request, request.context)
+
+    def new_blocks_of(self, session: Session, request: pb.Keys) -> tuple[Namespace, list[bytes], list[bytes]]:
+        """The same for blocks that are to be written, whose size the request says, and their hashes."""
+        namespace = self.store.namespaces.get(request.handle, session.peer.tenant)
+        expected = namespace.extents(range_of(request)).block_bytes
+        if request.nbytes != expected:
+            raise Invalid(f"blocks of this namespace and range have {expected} bytes, not {request.nbytes}")
+        keys, raw, step = (
+            _keys(namespace, request, request.context),
+            request.hashes,
+            namespace.description.hashing.nbytes,
+        )
+        return namespace, keys, [raw[at : at + step] for at in range(0, len(raw), step)]
 
     def _named(self, session: Session, name: str) -> Namespace:
         return self.store.namespaces.named(name, None if session.peer.role >= ADMIN else session.peer.tenant)
@@ -244,7 +248,7 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class Handler:
-    """One verb: how its request is read, the role it needs, and the method of `Service` that answers."""
+    """One verb: how its request is read, the least role that may call it, and the method of `Service` that answers."""
 
     request: type[Message]
     role: int
@@ -253,6 +257,8 @@ class Handler:
     most_fields: int = 0  # top-level fields that the request may have, where sub-messages repeat; 0: not looked at
 
 
+# Which role may call what, on both transports. A role may also do what the roles before it may: read, write, admin.
+# Over gRPC, Put needs the role of RESERVE and Get that of LEASE.
 HANDLERS: dict[int, Handler] = {
     Verb.REGISTER: Handler(pb.RegisterRequest, READ, Service.register),
     Verb.LOOKUP: Handler(pb.LookupRequest, READ, Service.lookup, most_fields=MAX_RUNS + 8),

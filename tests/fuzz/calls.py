@@ -20,6 +20,7 @@ from google.protobuf.message import DecodeError, Message
 from kvtier.errors import KvtierError
 from kvtier.format.layout import Range
 from kvtier.protocol import frames, rpc
+from kvtier.protocol.fields import check_fields
 from kvtier.protocol.frames import Verb
 from kvtier.protocol.v1 import kvtier_pb2 as pb
 from kvtier.server import unix
@@ -154,7 +155,7 @@ class Messages(Target):
         def call() -> None:
             session.allow(handler.role)
             if handler.most_fields:
-                frames.check_fields(memoryview(data)[2:], handler.most_fields)
+                check_fields(memoryview(data)[2:], handler.most_fields)
             handler.call(self._behind.service, session, handler.request.FromString(data[2:])).SerializeToString()
 
         return answered(call, KvtierError, DecodeError) if data[0] != Verb.HELLO else "hello"

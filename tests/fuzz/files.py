@@ -20,8 +20,7 @@ from kvtier.format.identity import CHAIN, Description, HashScheme, diff, parse_d
 from kvtier.format.layout import Range, attention, opaque
 from kvtier.server.access import Tokens, issue
 from kvtier.server.http import Endpoint, Page
-from kvtier.server.setting_values import Listen
-from kvtier.server.settings import from_values, parse_toml
+from kvtier.server.settings import Listen, from_values, parse_toml
 from tests.fuzz.target import Broken, Target, answered
 
 HASHES = HashScheme(CHAIN, "0", 16)

@@ -30,7 +30,7 @@ from kvtier.protocol import frames
 from kvtier.protocol.frames import HEADER, MAGIC, MAX_BODY, Verb
 from kvtier.protocol.v1 import kvtier_pb2 as pb
 from kvtier.server.sessions import MAX_SESSIONS, MAX_SOCKETS
-from kvtier.server.unix import MAX_STRANGERS
+from kvtier.server.unix import MAX_UNKNOWN
 from tests.support.daemon import Daemon, MiB, Peer, Raw, description, hashes, is_body, put, until
 
 LIMIT = 5.0  # seconds: the lane promises 2 s, and 2 more for the last piece of a frame
@@ -164,7 +164,7 @@ LOOKUP = pb.LookupRequest(handle=1).SerializeToString()
 
 
 NO_FRAMES: dict[str, tuple[bytes, str]] = {
-    "HTTP": (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", "not a frame of lane version 1"),
+    "HTTP": (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", "not a frame of version 1"),
     "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(20), "not a frame"),
     "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(100), "not a frame"),
     "zeros": (bytes(24), "not a frame"),
@@ -593,7 +593,7 @@ def test_a_header_that_its_writer_changed_is_not_stored(daemon: Daemon) -> None:
 def test_strangers_that_say_nothing_are_closed_and_limited(daemon: Daemon) -> None:
     began = time.monotonic()
     with ExitStack() as stack, Raw(daemon.socket) as known:
-        strangers = [stack.enter_context(Raw(daemon.socket, greet=False)) for _ in range(MAX_STRANGERS)]
+        strangers = [stack.enter_context(Raw(daemon.socket, greet=False)) for _ in range(MAX_UNKNOWN)]
         beyond = [stack.enter_context(Raw(daemon.socket, greet=False)) for _ in range(20)]
         for lane in beyond:
             closes(lane)

@@ -117,13 +117,13 @@ def test_readers_that_vanish_take_no_thread_and_no_lease(long_value: tuple[Doors
         got: list[int] = []
         threads = [
             threading.Thread(target=lambda: got.append(len(client.get(ns, raw[:32], deadline=60))))
-            for _ in range(grpc_server.MAX_BULK_EACH)
+            for _ in range(grpc_server.MAX_TRANSFERS_EACH)
         ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(60)
-        assert got == [1] * grpc_server.MAX_BULK_EACH
+        assert got == [1] * grpc_server.MAX_TRANSFERS_EACH
     daemon.status(check_integrity=True)
 
 
@@ -224,16 +224,17 @@ def test_more_puts_and_gets_than_there_are_places_hear_full(doors: Doors) -> Non
         upload = knock.channel.stream_unary(method("Put"))
         held = [
             upload.future(nothing(), timeout=30, metadata=doors.bearer("acme-write"))
-            for _ in range(grpc_server.MAX_BULK_EACH)
+            for _ in range(grpc_server.MAX_TRANSFERS_EACH)
         ]
         until(
-            lambda: doors.status()["grpc_bulk_calls"] == grpc_server.MAX_BULK_EACH, "all places of the tenant are taken"
+            lambda: doors.status()["grpc_bulk_calls"] == grpc_server.MAX_TRANSFERS_EACH,
+            "all places of the tenant are taken",
         )
-        full("acme-write", f"{grpc_server.MAX_BULK_EACH} puts and gets of this tenant")
-        left = grpc_server.MAX_BULK - grpc_server.MAX_BULK_EACH
+        full("acme-write", f"{grpc_server.MAX_TRANSFERS_EACH} puts and gets of this tenant")
+        left = grpc_server.MAX_TRANSFERS - grpc_server.MAX_TRANSFERS_EACH
         held += [upload.future(nothing(), timeout=30, metadata=doors.bearer("other-write")) for _ in range(left)]
-        until(lambda: doors.status()["grpc_bulk_calls"] == grpc_server.MAX_BULK, "all places are taken")
-        full("other-write", f"{grpc_server.MAX_BULK} puts and gets")
+        until(lambda: doors.status()["grpc_bulk_calls"] == grpc_server.MAX_TRANSFERS, "all places are taken")
+        full("other-write", f"{grpc_server.MAX_TRANSFERS} puts and gets")
         assert knock.code(method("Status"), b"", doors.bearer("acme-read")) == (
             CODE.OK,
             "",

@@ -18,8 +18,7 @@ from kvtier.server import metrics
 from kvtier.server.access import issue
 from kvtier.server.http import MAX_CONNECTIONS, Endpoint, Page, parse_request
 from kvtier.server.lifecycle import Daemon as Life
-from kvtier.server.setting_values import Listen
-from kvtier.server.settings import Config
+from kvtier.server.settings import Config, Listen
 from tests.server.test_metrics import Watched, fetch, free_port
 from tests.support.daemon import Daemon, MiB, until
 from tests.support.doors import pki, write_private
@@ -61,12 +60,12 @@ def test_live_and_ready_are_different_answers(tmp_path: Path, monkeypatch: pytes
         assert status == 503 and text.startswith("the main thread has not moved for 100 s")
 
 
-def test_a_dead_lane_is_not_ready(tmp_path: Path) -> None:
+def test_a_dead_transport_is_not_ready(tmp_path: Path) -> None:
     with life(tmp_path) as (daemon, port):
-        daemon.lane._closing = True
-        daemon.lane._listener.shutdown(socket.SHUT_RDWR)
-        until(lambda: not daemon.lane.alive(), "the accepting thread ends")
-        assert fetch(port, "/ready") == (503, "the thread of the lane has died\n")
+        daemon.unix._closing = True
+        daemon.unix._listener.shutdown(socket.SHUT_RDWR)
+        until(lambda: not daemon.unix.alive(), "the accepting thread ends")
+        assert fetch(port, "/ready") == (503, "the thread of the Unix transport has died\n")
 
 
 def test_not_ready_before_the_arena_and_after_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import Invalid, Lost
-from kvtier.server.setting_values import PARSERS
-from kvtier.server.settings import load
+from kvtier.server.settings import BY_NAME, load
 from kvtier.tiers import breaker
 from kvtier.tiers.breaker import CLOSED, HALF_OPEN, OPEN, Breaker
 from kvtier.tiers.redis import presence
@@ -163,7 +162,7 @@ def test_the_setting_is_a_table_or_one_flag(tmp_path: Path) -> None:
 )
 def test_settings_that_are_refused(value: object, words: str) -> None:
     with pytest.raises(Invalid, match=words) as error:
-        PARSERS["redis"](value)
+        BY_NAME["redis"].parse(value)
     assert ":secret@" not in str(error.value)
 
 
