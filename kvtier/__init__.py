@@ -3,9 +3,12 @@
 Start with `kvtier.format.layout` (sizes and offsets) and `kvtier.format.identity` (what makes two blocks interchangeable). `kvtier.Client` is the way in.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvtier.version import __version__
+
+if TYPE_CHECKING:
+    from kvtier.client.api import Client
 
 __all__ = ["Client", "__version__"]
 

@@ -25,6 +25,7 @@ from kvtier.cli.output import Exit, message, size
 from kvtier.client.api import Answer, Client, RegisteredNamespace
 from kvtier.errors import Invalid
 from kvtier.format.layout import Extents, Range
+from kvtier.protocol.stops import Stop
 
 PIECE = 8 * 2**20  # bytes of bodies moved at once, but at least one block
 STDIO = Path("-")
@@ -144,7 +145,7 @@ def pin(common: Common, which: Which) -> Exit:
     """Keep the leading known blocks from eviction (role admin). Exit code 1 if one is not known, 4 beyond a tenth of
     the arena."""
     asked, pinned = _counted(common, which, lambda c, a: c.pin(a.ns, a.hashes, **a.options), "pinned")
-    if pinned < asked and pinned.reason.startswith("full"):
+    if pinned < asked and pinned.stop == Stop.CAP:
         return Exit.REFUSED
     return Exit.OK if pinned == asked else Exit.NEGATIVE
 

@@ -5,6 +5,7 @@ Reads and writes never raise for a fault of the service: they answer less, with 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -14,33 +15,53 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import Message
 
-from kvtier.errors import Invalid
+from kvtier.errors import Deadline, Invalid, Lost
 from kvtier.format.identity import NO_CONTEXT, Description
 from kvtier.format.layout import Extents, Range
+from kvtier.protocol import stops as protocol
 from kvtier.protocol.limits import KEYS_PER_CALL, MAX_RUNS
+from kvtier.protocol.stops import Ending
 from kvtier.protocol.v1 import kvtier_pb2 as pb
 
 Body = npt.NDArray[np.uint8]
 Hashes = bytes | Sequence[bytes]
 
 WHOLE = Range()
+DROPPED = Ending(error=Lost.code, reason="some blocks were dropped before they were sealed")
 
 
-class Answer(int):
-    """A number with the reason why it is not larger ("" if it is all that was asked for)."""
+class Ended:
+    """What all answers have: why they are not larger. Programs decide by `stop` and `error`; `reason` is for people."""
 
-    reason: str
+    ending: Ending = protocol.WHOLE
 
-    def __new__(cls, value: int, reason: str = "") -> Answer:
+    @property
+    def stop(self) -> int:
+        """Where a daemon that answered stopped (`kvtier.protocol.stops.Stop`); 0 if that was all, or if an error came."""
+        return self.ending.stop
+
+    @property
+    def error(self) -> int:
+        """The code of the error that cut the answer short (`kvtier.errors.BY_CODE`); 0 if none did."""
+        return self.ending.error
+
+    @property
+    def reason(self) -> str:
+        """The same in words; "" if the answer is all that was asked for."""
+        return self.ending.reason
+
+
+class Answer(int, Ended):
+    """A number, and why it is not larger."""
+
+    def __new__(cls, value: int, ending: Ending = protocol.WHOLE) -> Answer:
         made = super().__new__(cls, value)
-        made.reason = reason
+        made.ending = ending
         return made
 
 
-class Bodies(list[Body]):
-    """Private copies of block bodies, a leading part, with the reason why it ends where it does."""
-
-    reason: str = ""
+class Bodies(list[Body], Ended):
+    """Private copies of block bodies, a leading part."""
 
 
 class RegisteredNamespace:
@@ -100,14 +121,8 @@ class NamespaceInfo:
         )
 
 
-class Lease(Sequence[Body]):
-    """The warm leading part of a list of blocks: read-only uint8 views of their bodies. Use as a context manager; views are void after exit.
-
-    reason    why it is shorter than asked; stop: the same as the daemon's number
-    """
-
-    reason: str
-    stop: int
+class Lease(Sequence[Body], Ended):
+    """The warm leading part of a list of blocks: read-only uint8 views of their bodies. Use as a context manager; views are void after exit."""
 
     def __enter__(self) -> Self:
         raise NotImplementedError
@@ -118,14 +133,12 @@ class Lease(Sequence[Body]):
         raise NotImplementedError
 
 
-class Fill(Sequence[Body | None]):
+class Fill(Sequence[Body | None], Ended):
     """Reserved slots as writable uint8 views of bodies; None where a block is present already, or where nothing could be reserved.
 
-    The writer writes the whole body, padding included (`docs/format.md`). After a clean exit `sealed` says how many leading blocks are known;
-    `reason` says why not all.
+    The writer writes the whole body, padding included (`docs/format.md`). After a clean exit `sealed` says how many leading blocks are known.
     """
 
-    reason: str
     sealed: int
 
     def __enter__(self) -> Self:
@@ -223,6 +236,24 @@ def context_field(context: bytes) -> bytes:
     if len(context) != 32:
         raise Invalid(f"a request context has 32 bytes (identity.request_context makes one), not {len(context)}")
     return b"" if context == NO_CONTEXT else context
+
+
+def seconds(deadline: float) -> float:
+    """A deadline that a caller gave, in seconds. Raises Invalid for what is none. 0 is one that is over already (`in_time`)."""
+    if (
+        not isinstance(deadline, int | float)
+        or isinstance(deadline, bool)
+        or not math.isfinite(deadline)
+        or deadline < 0
+    ):
+        raise Invalid(f"a deadline is a number of seconds from 0 up, not {deadline!r:.80}")
+    return float(deadline)
+
+
+def in_time(deadline: float) -> None:
+    """Raises Deadline for one that is over: such a call asks nobody and answers at once."""
+    if deadline <= 0:
+        raise Deadline("no answer within 0 s: the deadline was over when the call was made")
 
 
 def waiting(deadline: float) -> int:

@@ -27,6 +27,7 @@ from kvtier.client.answers import (
     Answer,
     Bodies,
     Body,
+    Ended,
     Fill,
     Hashes,
     Lease,
@@ -36,7 +37,9 @@ from kvtier.client.answers import (
     batches,
     context_field,
     count,
+    in_time,
     range_fields,
+    seconds,
     split,
     waiting,
 )
@@ -48,7 +51,8 @@ from kvtier.format.layout import Range
 from kvtier.protocol.addresses import grpc_beside
 from kvtier.protocol.frames import Verb
 from kvtier.protocol.limits import BULK, CONTROL, KEYS_PER_CALL, LOOKUP
-from kvtier.protocol.stops import PRESENT, TEXTS
+from kvtier.protocol.stops import MISS, PRESENT, Ending
+from kvtier.protocol.stops import WHOLE as WHOLE_ANSWER
 from kvtier.protocol.v1 import kvtier_pb2 as pb
 
 if TYPE_CHECKING:
@@ -61,6 +65,7 @@ __all__ = [
     "Bodies",
     "Body",
     "Client",
+    "Ended",
     "Fill",
     "Hashes",
     "Lease",
@@ -153,12 +158,13 @@ class Client:
         deadline: float = LOOKUP,
     ) -> list[Answer]:
         """`lookup` for several runs of hashes, each in its own range: leading known blocks per run."""
-        until = time.monotonic() + deadline
         known = [0] * len(runs)
-        reason = ["miss"] * len(runs)
+        ending = MISS
         parts = [(i, part, count(ns, part)) for i, (_, hashes) in enumerate(runs) for part in split(ns, hashes)]
         ended: set[int] = set()
         try:
+            in_time(seconds(deadline))
+            until = time.monotonic() + deadline
             for batch in batches(parts, KEYS_PER_CALL):
                 asked = [entry for entry in batch if entry[0] not in ended]
                 request = pb.LookupRequest(context=context_field(context))
@@ -182,10 +188,9 @@ class Client:
         except Invalid:
             raise
         except KvtierError as error:
-            reason = [str(error)] * len(runs)
-            ended |= set(range(len(runs)))
+            ending = Ending.by(error)
         totals = [count(ns, hashes) for _, hashes in runs]
-        return [Answer(n, "" if n == total else why) for n, total, why in zip(known, totals, reason, strict=True)]
+        return [Answer(n) if n == total else Answer(n, ending) for n, total in zip(known, totals, strict=True)]
 
     def lease(
         self,
@@ -200,7 +205,8 @@ class Client:
 
         Over gRPC these are private copies, which arrive on entry. The deadline is 0.25 s on the lane and 5 s over gRPC if none is given.
         """
-        return self._transport(deadline or CONTROL).lease(ns, hashes, range_, context, deadline)
+        transport = self._transport(CONTROL if deadline is None else seconds(deadline))
+        return transport.lease(ns, hashes, range_, context, deadline)
 
     def get(
         self,
@@ -219,7 +225,7 @@ class Client:
         """
         if into is not None:
             _check_buffers(into, count(ns, hashes), ns.extents(range_).body_bytes)
-        return self._transport(deadline).get(ns, hashes, range_, context, deadline, into)
+        return self._transport(seconds(deadline)).get(ns, hashes, range_, context, deadline, into)
 
     # -- writing
 
@@ -236,7 +242,8 @@ class Client:
 
         Over gRPC these are private buffers, put on a clean exit. Deadlines as for `lease`.
         """
-        return self._transport(deadline or CONTROL).fill(ns, hashes, range_, context, deadline)
+        transport = self._transport(CONTROL if deadline is None else seconds(deadline))
+        return transport.fill(ns, hashes, range_, context, deadline)
 
     def put(
         self,
@@ -258,7 +265,7 @@ class Client:
                 raise Invalid(
                     f"a body of this range is one run of {nbytes} bytes, not {view.nbytes} bytes of shape {view.shape}"
                 )
-        return self._transport(deadline).put(ns, hashes, bodies, range_, context, deadline)
+        return self._transport(seconds(deadline)).put(ns, hashes, bodies, range_, context, deadline)
 
     def delete(
         self,
@@ -368,6 +375,8 @@ class Client:
         if remote is not None and (local is None or time.monotonic() < self._lane_again):
             return remote
         assert local is not None
+        if not deadline:
+            return local
         try:
             local.attach(deadline)
         except Unmappable as error:
@@ -391,6 +400,7 @@ class Client:
 
     def _ask(self, kind: type[M], ns: RegisteredNamespace | None, verb: int, request: Message, deadline: float) -> M:
         """One call and its answer. Raises KvtierError of any kind."""
+        in_time(seconds(deadline))
         raw = self._transport(deadline).call(ns, verb, request, deadline)
         try:
             return kind.FromString(raw)
@@ -411,8 +421,9 @@ class Client:
         degrade: bool = False,
     ) -> Answer:
         """Sum of a verb's counts over the parts of a long list. `degrade`: a fault of the service ends the sum with a reason."""
-        total, reason, until = 0, "", time.monotonic() + deadline
+        total, ending, until = 0, WHOLE_ANSWER, time.monotonic() + seconds(deadline)
         try:
+            in_time(deadline)
             for part in split(ns, hashes):
                 request = pb.Keys(context=context_field(context), hashes=part, **range_fields(ns, range_))
                 if verb == Verb.FLUSH:
@@ -420,14 +431,14 @@ class Client:
                     request.wait_ms = waiting(deadline)
                 reply = self._ask(pb.Count, ns, verb, request, deadline)
                 total += reply.n
-                reason = TEXTS.get(reply.stop, "")
-                if verb in (Verb.PIN, Verb.FLUSH) and reason:
+                ending = Ending.at(reply.stop)
+                if verb in (Verb.PIN, Verb.FLUSH) and reply.stop:
                     break  # these count a leading part
         except KvtierError as error:
             if not degrade or isinstance(error, Invalid):
                 raise
-            reason = str(error)
-        return Answer(total, reason)
+            ending = Ending.by(error)
+        return Answer(total, ending)
 
 
 def _check_buffers(buffers: Sequence[Body], n: int, nbytes: int) -> None:

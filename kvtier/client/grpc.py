@@ -21,6 +21,7 @@ import xxhash
 from google.protobuf.message import DecodeError, Message
 
 from kvtier.client.answers import (
+    DROPPED,
     Answer,
     Bodies,
     Body,
@@ -30,6 +31,7 @@ from kvtier.client.answers import (
     RegisteredNamespace,
     context_field,
     count,
+    in_time,
     join,
     range_fields,
     split,
@@ -43,7 +45,7 @@ from kvtier.format.layout import HEADER_BYTES, Range
 from kvtier.protocol import rpc
 from kvtier.protocol.frames import Verb
 from kvtier.protocol.limits import BULK, CHUNK, CONTROL, KEYS_PER_CALL
-from kvtier.protocol.stops import TEXTS
+from kvtier.protocol.stops import Ending, Stop
 from kvtier.protocol.v1 import kvtier_pb2 as pb
 
 BYTES_PER_CALL = 64 * 2**20  # of one put or get: what is lost if it breaks off
@@ -128,33 +130,31 @@ class GrpcTransport:
         into: Sequence[Body] | None = None,
     ) -> Bodies:
         """See Client.get. A long list takes several calls: what came before one that breaks is kept."""
-        bodies = self.fetch(ns, hashes, range_, context, deadline)[0]
+        bodies = self.fetch(ns, hashes, range_, context, deadline)
         if into is not None:
             for i, body in enumerate(bodies):
                 np.copyto(into[i], body)
                 bodies[i] = into[i]
         return bodies
 
-    def fetch(
-        self, ns: RegisteredNamespace, hashes: Hashes, range_: Range, context: bytes, deadline: float
-    ) -> tuple[Bodies, int]:
-        """`get`, and the number of the reason why it stopped."""
-        until, bodies, stop = time.monotonic() + deadline, Bodies(), 0
+    def fetch(self, ns: RegisteredNamespace, hashes: Hashes, range_: Range, context: bytes, deadline: float) -> Bodies:
+        """`get` into fresh memory."""
+        until, bodies = time.monotonic() + deadline, Bodies()
         try:
+            in_time(deadline)
             for raw in split(ns, hashes, _per_call(ns, range_)):
                 while raw:
                     which = _Which(ns, range_, context, raw)
-                    blocks, stop, fault = self._within(ns, until, partial(self._get, which, until))
+                    blocks, bodies.ending = self._within(ns, until, partial(self._get, which, until))
                     bodies += [block[HEADER_BYTES:] for block in blocks]
-                    bodies.reason = fault or TEXTS.get(stop, f"stopped ({stop})")
                     raw = raw[len(blocks) * ns.hash_bytes :]
-                    if fault or not blocks or stop not in (pb.END, pb.CAP):
-                        return bodies, stop
+                    if bodies.error or not blocks or bodies.stop not in (Stop.END, Stop.CAP):
+                        return bodies
         except Invalid:
             raise
         except KvtierError as error:
-            bodies.reason = str(error)
-        return bodies, stop
+            bodies.ending = Ending.by(error)
+        return bodies
 
     def put(
         self,
@@ -168,11 +168,12 @@ class GrpcTransport:
         """See Client.put. Asks first what is there, and sends the rest."""
         until = time.monotonic() + deadline
         try:
+            in_time(deadline)
             missing = self.missing(ns, hashes, range_, context, until)
         except Invalid:
             raise
         except KvtierError as error:
-            return Answer(0, str(error))
+            return Answer(0, Ending.by(error))
         return self.send(ns, hashes, bodies, missing, range_, context, until)
 
     def missing(
@@ -215,11 +216,11 @@ class GrpcTransport:
             except Invalid:
                 raise
             except KvtierError as error:
-                return Answer(missing[at], str(error))
+                return Answer(missing[at], Ending.by(error))
             if reply.known < len(batch):
-                return Answer(
-                    missing[at + reply.known], reply.reason or "some blocks were dropped before they were sealed"
-                )
+                # A daemon of the last version says the reason in words alone.
+                why = Ending(error=reply.error or Unavailable.code, reason=reply.reason) if reply.reason else DROPPED
+                return Answer(missing[at + reply.known], why)
         return Answer(len(raw) // step)
 
     # -- inside
@@ -265,8 +266,8 @@ class GrpcTransport:
             raise Unavailable(f"the daemon answers that it stored {reply.known} blocks of {len(pieces)}")
         return reply
 
-    def _get(self, which: _Which, until: float, known: _Known) -> tuple[list[Block], int, str]:
-        """One call: (the blocks that passed their check, why there are not more, what was wrong with the first that did not pass)."""
+    def _get(self, which: _Which, until: float, known: _Known) -> tuple[list[Block], Ending]:
+        """One call: (the blocks that passed their check, why there are not more)."""
         nbytes = which.ns.extents(which.range_).block_bytes
         request, left = which.keys(known), _left(until)
         request.wait_ms = waiting(left)
@@ -280,8 +281,8 @@ class GrpcTransport:
             except Lost as error:
                 self.lost_blocks += 1
                 log.warning("kvtier: a block from %s failed its check: %s", self.channel.target, error)
-                return blocks[:i], trailer.stop, f"lost: {error}"
-        return blocks, trailer.stop, ""
+                return blocks[:i], Ending(error=Lost.code, reason=f"lost: {error}")
+        return blocks, Ending.at(trailer.stop)
 
 
 class CopiedLease(Lease):
@@ -300,14 +301,12 @@ class CopiedLease(Lease):
         join(ns, hashes)
         self._ask = partial(remote.fetch, ns, hashes, range_, context, deadline)
         self._bodies: list[Body] = []
-        self.reason = ""
-        self.stop = 0
 
     def __enter__(self) -> CopiedLease:
-        bodies, self.stop = self._ask()
+        bodies = self._ask()
         for body in bodies:
             body.flags.writeable = False
-        self._bodies, self.reason = bodies, bodies.reason
+        self._bodies, self.ending = bodies, bodies.ending
         return self
 
     def __exit__(
@@ -339,13 +338,13 @@ class CopiedFill(Fill):
         self._range, self._context, self._deadline = range_, context, deadline
         self._total = count(ns, self._hashes)
         self._buffers: dict[int, Body] | None = None
-        self.reason = ""
         self.sealed = 0
 
     def __enter__(self) -> CopiedFill:
         nbytes = self._ns.extents(self._range).body_bytes
         until = time.monotonic() + (CONTROL if self._deadline is None else self._deadline)
         try:
+            in_time(CONTROL if self._deadline is None else self._deadline)
             missing = self._remote.missing(self._ns, self._hashes, self._range, self._context, until)
             if len(missing) * nbytes > MAX_FILL:
                 raise Invalid(
@@ -355,7 +354,7 @@ class CopiedFill(Fill):
         except Invalid:
             raise
         except KvtierError as error:
-            self.reason = str(error)
+            self.ending = Ending.by(error)
         return self
 
     def __exit__(
@@ -366,7 +365,7 @@ class CopiedFill(Fill):
             return
         until = time.monotonic() + (BULK if self._deadline is None else self._deadline)
         done = self._remote.send(self._ns, self._hashes, buffers, list(buffers), self._range, self._context, until)
-        self.sealed, self.reason = int(done), done.reason
+        self.sealed, self.ending = int(done), done.ending
 
     def __len__(self) -> int:
         return self._total

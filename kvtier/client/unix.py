@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from kvtier.client.answers import (
+    DROPPED,
     Answer,
     Bodies,
     Body,
@@ -24,6 +25,7 @@ from kvtier.client.answers import (
     RegisteredNamespace,
     context_field,
     count,
+    in_time,
     join,
     range_fields,
     split,
@@ -34,7 +36,7 @@ from kvtier.errors import Invalid, KvtierError, Stale, Unavailable
 from kvtier.format.layout import HEADER_BYTES, Range
 from kvtier.protocol.frames import Verb
 from kvtier.protocol.limits import CONTROL
-from kvtier.protocol.stops import PRESENT, TEXTS
+from kvtier.protocol.stops import PRESENT, Ending
 from kvtier.protocol.v1 import kvtier_pb2 as pb
 
 T = TypeVar("T")
@@ -109,13 +111,14 @@ class UnixTransport:
             left = max(0.001, until - time.monotonic())
             batch = Batch(ns, raw, range_, context, left if left < 0.99 * deadline else deadline)
             try:
+                in_time(deadline)
                 stop = self._within(ns, left, partial(batch.read, self.connection, bodies=bodies, into=into))
             except Invalid:
                 raise
             except KvtierError as error:
-                bodies.reason = str(error)
+                bodies.ending = Ending.by(error)
                 return bodies
-            bodies.reason = TEXTS.get(stop, f"stopped ({stop})")
+            bodies.ending = Ending.at(stop)
             raw = raw[batch.done * ns.hash_bytes :]
             if not raw or (batch.done and stop == pb.CAP):
                 continue
@@ -141,7 +144,7 @@ class UnixTransport:
             )
             self.call(ns, Verb.PREFETCH, request, deadline)
         except KvtierError as error:
-            bodies.reason = str(error)
+            bodies.ending = Ending.by(error)
             return False
         return True
 
@@ -157,12 +160,13 @@ class UnixTransport:
         """See Client.put. Split below the session's cap."""
         batch = Batch(ns, join(ns, hashes), range_, context, deadline)
         try:
+            in_time(deadline)
             if batch.total:
                 self._within(ns, deadline, partial(batch.write, self.connection, bodies=bodies))
         except Invalid:
             raise
         except KvtierError as error:
-            return Answer(batch.done, str(error))
+            return Answer(batch.done, Ending.by(error))
         return Answer(batch.done)
 
     def _within(self, ns: RegisteredNamespace, deadline: float, call: Callable[[Attachment, int], T]) -> T:
@@ -213,14 +217,13 @@ class MappedLease(Lease):
         self._attachment: Attachment | None = None
         self._memory: Body | None = None
         self._offsets: list[int] = []
-        self.reason = ""
-        self.stop = 0
 
     def __enter__(self) -> MappedLease:
         ns, connection = self._ns, self._local.connection
         fields = range_fields(ns, self._range)
         self._body_bytes = ns.extents(self._range).body_bytes
         try:
+            in_time(self._deadline)
             attachment = connection.attach(self._deadline)
             connection.use(attachment)
             self._attachment = attachment
@@ -233,15 +236,14 @@ class MappedLease(Lease):
                 request = pb.Keys(id=id_, context=self._context, hashes=part, **fields)
                 reply = pb.Slots.FromString(self._local.call(ns, Verb.LEASE, request, self._deadline, attachment))
                 self._offsets += reply.offset
-                self.stop = reply.stop
-                if self.stop:
-                    self.reason = TEXTS.get(self.stop, f"stopped ({self.stop})")
+                self.ending = Ending.at(reply.stop)
+                if reply.stop:
                     break
         except BaseException as error:
             if not isinstance(error, KvtierError) or isinstance(error, Invalid):
                 self.__exit__(None, None, None)
                 raise
-            self.reason = str(error)
+            self.ending = Ending.by(error)
         return self
 
     def __exit__(
@@ -296,7 +298,6 @@ class MappedFill(Fill):
         self._attachment: Attachment | None = None
         self._offsets: list[int] | None = None
         self._total = count(ns, hashes)
-        self.reason = ""
         self.sealed = 0
 
     def __enter__(self) -> MappedFill:
@@ -306,6 +307,7 @@ class MappedFill(Fill):
         self._body_bytes = extents.body_bytes
         offsets: list[int] = []
         try:
+            in_time(self._deadline)
             attachment = connection.attach(self._deadline)
             connection.use(attachment)
             self._attachment = attachment
@@ -321,7 +323,7 @@ class MappedFill(Fill):
             self._abort()
             if not isinstance(error, KvtierError) or isinstance(error, Invalid):
                 raise
-            self.reason = str(error)
+            self.ending = Ending.by(error)
         return self
 
     def __exit__(
@@ -341,14 +343,14 @@ class MappedFill(Fill):
                 known = pb.Count.FromString(reply).n
                 self.sealed += known
                 if known < n:
-                    self.reason = "some blocks were dropped before they were sealed"
+                    self.ending = DROPPED
                     self._abort()  # what follows is of no use without them
                     return
         except BaseException as failure:
             self._abort()
             if not isinstance(failure, KvtierError):
                 raise
-            self.reason = str(failure)
+            self.ending = Ending.by(failure)
             return
         self._attachment = None
         connection.unuse(attachment)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import NamedTuple
+
+from kvtier.errors import KvtierError
 
 PRESENT = 2**64 - 1  # in the place of an offset: the block is there already
 
@@ -17,10 +20,37 @@ class Stop(IntEnum):
     NO_TIER = 4  # there is no lower tier
 
 
-TEXTS: dict[int, str] = {
+_TEXTS: dict[int, str] = {
     Stop.END: "",
     Stop.MISS: "miss",
     Stop.COLD: "cold: prefetch first",
     Stop.CAP: "full, retry: the session or tenant holds all it may",
     Stop.NO_TIER: "there is no lower tier",
 }
+
+
+class Ending(NamedTuple):
+    """Why an answer is not larger: a stop of a daemon that answered, or the code of the error that cut it short (`kvtier.errors`)."""
+
+    stop: int = Stop.END
+    error: int = 0
+    reason: str = ""
+
+    @property
+    def whole(self) -> bool:
+        """Whether the answer is all that was asked for."""
+        return not self.stop and not self.error
+
+    @classmethod
+    def at(cls, stop: int) -> Ending:
+        """The daemon answered, up to here. A number of a newer daemon has a text too."""
+        return cls(stop, 0, _TEXTS.get(stop, f"stopped ({stop})"))
+
+    @classmethod
+    def by(cls, error: KvtierError) -> Ending:
+        """An error cut the answer short."""
+        return cls(Stop.END, error.code, str(error))
+
+
+WHOLE = Ending()
+MISS = Ending.at(Stop.MISS)

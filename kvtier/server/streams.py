@@ -57,7 +57,7 @@ def put(
         except Invalid:
             raise
         except KvtierError as error:
-            return pb.PutReply(known=known, reason=str(error))
+            return pb.PutReply(known=known, reason=str(error), error=error.code)
     return pb.PutReply(known=known)
 
 

@@ -14,12 +14,12 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
-from kvtier.client.api import Client, Lease, RegisteredNamespace
+from kvtier.client.api import Client, Ended, Lease, RegisteredNamespace
 from kvtier.connectors.common.worker_pool import WorkerPool, WorkItem
+from kvtier.errors import Deadline, Full, Lost
 from kvtier.format.layout import Range
-from kvtier.protocol.stops import TEXTS, Stop
+from kvtier.protocol.stops import Stop
 
 ASK_LATER = 0.001  # seconds that a question may hold up the scheduler
 MISS_AFTER = 1.0  # seconds after which a question counts as a miss
@@ -30,23 +30,19 @@ MAX_LOOKUPS = 1024
 log = logging.getLogger(__name__)
 
 
-class Outcome(Protocol):
-    """What every answer of the client says of its call."""
-
-    @property
-    def reason(self) -> str:
-        """Why it is not all that was asked for, or ""."""
+_WORKS = (0, Full.code, Lost.code)
+_ERRORS = {Full.code: "full", Lost.code: "lost", Deadline.code: "deadline"}
+_STOPS: dict[int, str] = {Stop.COLD: "cold", Stop.CAP: "full"}
 
 
-def answered(answer: Outcome) -> bool:
+def answered(answer: Ended) -> bool:
     """Whether the call reached a daemon that works: a block that failed its check says nothing of the others."""
-    return answer.reason in TEXTS.values() or answer.reason.startswith(("full", "lost"))
+    return answer.error in _WORKS
 
 
-def label(answer: Outcome) -> str:
+def label(answer: Ended) -> str:
     """Why an answer is not all that was asked for, as a metric's label: one of a handful."""
-    known = {"full": "full", "miss": "miss", "lost": "lost", "cold": "cold", "no answer": "deadline", "away": "away"}
-    return next((short for words, short in known.items() if words in answer.reason), "away")
+    return _ERRORS.get(answer.error, "away") if answer.error else _STOPS.get(answer.stop, "miss")
 
 
 class Heartbeat:
@@ -65,7 +61,7 @@ class Heartbeat:
         self._probe = (ns, bytes(ns.hash_bytes))
         self._thread.start()
 
-    def judge(self, answer: Outcome) -> bool:
+    def judge(self, answer: Ended) -> bool:
         """Whether a call was answered; if not, the daemon counts as away until it answers a beat."""
         if answered(answer):
             return True

@@ -284,7 +284,7 @@ class Mover:
             with self._client.fill(
                 self._ns, hashes, range_=part, context=job.save.context, deadline=CALL_SECONDS
             ) as slots:
-                if slots.reason:
+                if slots.error:
                     job.reason = label(slots)
                     self.heartbeat.judge(slots)
                     return 0

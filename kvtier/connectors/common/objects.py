@@ -189,7 +189,7 @@ class ObjectTransfer:
             with self._client.fill(
                 space.registered, hashes, range_=part, context=context, deadline=CALL_SECONDS
             ) as slots:
-                if slots.reason:
+                if slots.error:
                     self.heartbeat.judge(slots)
                     return 0, label(slots)
                 pairs = [

@@ -203,12 +203,14 @@ class PutRequest(_message.Message):
     def __init__(self, keys: _Optional[_Union[Keys, _Mapping]] = ..., checksum: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class PutReply(_message.Message):
-    __slots__ = ("known", "reason")
+    __slots__ = ("known", "reason", "error")
     KNOWN_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
     known: int
     reason: str
-    def __init__(self, known: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    error: int
+    def __init__(self, known: _Optional[int] = ..., reason: _Optional[str] = ..., error: _Optional[int] = ...) -> None: ...
 
 class GetReply(_message.Message):
     __slots__ = ("nbytes",)

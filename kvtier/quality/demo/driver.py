@@ -148,7 +148,7 @@ def ask(client: kvtier.Client, description: Description, hashes: list[bytes]) ->
     it knows differs."""
     differences = client.explain(description, deadline=CALL)  # before the lookup, which makes this namespace known, too
     answer = client.lookup(client.register(description), hashes, deadline=CALL)
-    return {"hits": int(answer), "answered": answer.reason in ("", "miss"), "differences": differences}
+    return {"hits": int(answer), "answered": not answer.error, "differences": differences}
 
 
 def strangers(socket: Path, scales: artifact.Artifact, description: Description, hashes: list[bytes]) -> dict[str, Any]:

@@ -174,7 +174,7 @@ def store(arguments: argparse.Namespace) -> None:
         namespace = client.register(setup.describe(scales))
         extents = namespace.extents()
         with client.fill(namespace, setup.hashes, deadline=CALL) as slots:
-            if slots.reason:
+            if slots.error:
                 raise Unavailable(f"nothing was reserved: {slots.reason}")
             for i, slot in enumerate(slots):
                 span = slice(i * setup.block, (i + 1) * setup.block)

@@ -11,40 +11,41 @@ from typing import Any
 
 import pytest
 
-from kvtier.client.answers import Answer
-from kvtier.client.api import Client
+from kvtier.client.api import Answer, Client, Ended
 from kvtier.connectors.common import lookups
 from kvtier.connectors.common.lookups import GroupShape, Heartbeat, LookupQueue, RequestLookup, label
+from kvtier.errors import Deadline, Full, Lost, Unavailable
 from kvtier.format.layout import Range
-from kvtier.protocol.stops import TEXTS, Stop
+from kvtier.protocol.stops import MISS, Ending, Stop
 from tests.support.daemon import PATIENCE, until
 
 
 def test_only_a_daemon_that_does_not_answer_counts_as_away() -> None:
     said = {
-        "miss": "miss",
-        "lost: checksum 0 instead of 1": "lost",
-        "full, retry: the session holds all it may": "full",
-        TEXTS[Stop.COLD]: "cold",
+        MISS: "miss",
+        Ending(error=Lost.code, reason="lost: checksum 0 instead of 1"): "lost",
+        Ending(error=Full.code, reason="full, retry: the session holds all it may"): "full",
+        Ending.at(Stop.CAP): "full",
+        Ending.at(Stop.COLD): "cold",
     }
     silent = {
-        "no answer within 50 ms": "deadline",
-        "no daemon at /nowhere: No such file or directory": "away",
-        "the daemon went away": "away",
+        Ending(error=Deadline.code, reason="no answer within 50 ms"): "deadline",
+        Ending(error=Unavailable.code, reason="no daemon at /nowhere: No such file or directory"): "away",
+        Ending(error=Unavailable.code, reason="no daemon at /var/missing/cold/full/lost.sock"): "away",  # D5
     }
-    for reason, name in {**said, **silent}.items():
+    for ending, name in {**said, **silent}.items():
         heartbeat = Heartbeat(Client("/nowhere"), "test")
-        answer = Answer(0, reason)
+        answer = Answer(0, ending)
         assert label(answer) == name
-        assert heartbeat.judge(answer) == heartbeat.healthy == (reason in said)
+        assert heartbeat.judge(answer) == heartbeat.healthy == (ending in said)
 
 
-class FakeLease(list[Any]):
+class FakeLease(list[Any], Ended):
     """Leading blocks, and whether they are held."""
 
     def __init__(self, client: FakeClient, n: int, stop: Stop) -> None:
         super().__init__([None] * n)
-        self._client, self.stop, self.reason = client, stop, TEXTS[stop]
+        self._client, self.ending = client, Ending.at(stop)
 
     def __enter__(self) -> FakeLease:
         self._client.held += len(self)
@@ -65,7 +66,7 @@ class FakeClient:
 
     def lookup(self, ns: Any, hashes: Any, **options: Any) -> Answer:
         if isinstance(hashes, bytes):  # the heartbeat's
-            return Answer(0, TEXTS[Stop.MISS])
+            return Answer(0, MISS)
         return Answer(min(len(hashes), self.warm + self.cold))
 
     def lease(self, ns: Any, hashes: Any, **options: Any) -> FakeLease:

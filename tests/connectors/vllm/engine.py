@@ -380,8 +380,11 @@ class _Faulted:
             yield view
 
     def __getattr__(self, name: str) -> Any:
-        if name == "reason" and self._order["kind"] == "cut":
-            return self._order.get("reason", "miss")
+        if self._order["kind"] == "cut" and name in ("ending", "stop", "error", "reason"):
+            from kvtier.protocol.stops import MISS, Ending
+
+            ending = Ending(**self._order["ending"]) if "ending" in self._order else MISS
+            return ending if name == "ending" else getattr(ending, name)
         return getattr(self._inner, name)
 
     def _strike(self) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from kvtier.errors import Lost
 from kvtier.models.checkpoint import Assumed, describe
 from tests.connectors.vllm.engine import Engine, prompt
 from tests.connectors.vllm.models import adapter, make, scale
@@ -273,7 +274,7 @@ def failures(engine: Engine) -> dict[str, float]:
 FAULTS: list[dict[str, Any]] = [
     {"kind": "cut", "at": 4},
     {"kind": "cut", "at": 0},
-    {"kind": "cut", "at": 4, "reason": "lost: checksum 0 instead of 1"},
+    {"kind": "cut", "at": 4, "ending": {"error": Lost.code, "reason": "lost: checksum 0 instead of 1"}},
     {"kind": "raise", "at": 4},
     {"kind": "sleep", "at": 4, "seconds": 7.0},
 ]

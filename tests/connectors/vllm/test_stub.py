@@ -17,17 +17,16 @@ from typing import Any
 import pytest
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-from kvtier.client.api import Client
+from kvtier.client.api import Client, Ended
 from kvtier.connectors.vllm import worker
+from kvtier.errors import Lost, Unavailable
 from kvtier.format.views import scale_view
-from kvtier.protocol.stops import TEXTS
+from kvtier.protocol.stops import MISS, Ending, Stop
 from tests.connectors.vllm.patience import PRODUCTION, be_patient
 from tests.connectors.vllm.stub import LayerOf, Stub, base_config, full, latent, sliding
 from tests.support.daemon import PATIENCE, Daemon, MiB, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
-
-COLD = next(stop for stop, words in TEXTS.items() if words.startswith("cold"))
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +69,8 @@ class Shim:
 class _Client:
     def __init__(self, shim: Shim, client: Client) -> None:
         self._shim, self._client = shim, client
-        self.break_load: Callable[[int], str | None] | None = (
-            None  # entry -> reason why the lease ends before it, or raises
+        self.break_load: Callable[[int], Ending | None] | None = (
+            None  # entry -> why the lease ends before it, or raises
         )
         self.gate: threading.Event | None = None  # a save waits here before the entry `held`
         self.held = 0
@@ -87,8 +86,8 @@ class _Client:
         made = self._client.lease(ns, hashes, **options)
         if self.cold:
             self.cold -= 1
-            return _Lease(made, lambda _: TEXTS[COLD], COLD)
-        return _Lease(made, self.break_load, 1) if self.break_load is not None else made
+            return _Lease(made, lambda _: Ending.at(Stop.COLD))
+        return _Lease(made, self.break_load) if self.break_load is not None else made
 
     def prefetch(self, ns: Any, hashes: Any, **options: Any) -> Any:
         self.prefetched.append(len(hashes))
@@ -99,21 +98,21 @@ class _Client:
         return _Fill(made, self) if self.gate is not None else made
 
 
-class _Lease:
-    def __init__(self, inner: Any, fault: Callable[[int], str | None] | None, stop: int) -> None:
-        self._inner, self._fault, self._stop = inner, fault, stop
+class _Lease(Ended):
+    def __init__(self, inner: Any, fault: Callable[[int], Ending | None] | None) -> None:
+        self._inner, self._fault = inner, fault
 
     def __enter__(self) -> Any:
         self._inner.__enter__()
-        self.reason, self.stop, self._n = self._inner.reason, self._inner.stop, len(self._inner)
+        self.ending, self._n = self._inner.ending, len(self._inner)
         for entry in range(self._n):
             try:
-                reason = self._fault(entry) if self._fault else None
+                ending = self._fault(entry) if self._fault else None
             except RuntimeError:
                 self._inner.__exit__(None, None, None)
                 raise
-            if reason is not None:
-                self.reason, self.stop, self._n = reason, self._stop, entry
+            if ending is not None:
+                self.ending, self._n = ending, entry
                 break
         return self
 
@@ -316,13 +315,17 @@ def test_ranks_that_disagree_turn_the_connector_off(
 # Failed loads (KVB-20, KVB-14)
 
 
-def fail_at(entry: int, how: str) -> Callable[[int], str | None]:
-    def fault(at: int) -> str | None:
+def fail_at(entry: int, how: str) -> Callable[[int], Ending | None]:
+    def fault(at: int) -> Ending | None:
         if at != entry:
             return None
         if how == "raise":
             raise RuntimeError("a copy that failed")
-        return {"miss": "miss", "lost": "the bytes failed their check", "away": "no daemon at /nowhere"}[how]
+        return {
+            "miss": MISS,
+            "lost": Ending(error=Lost.code, reason="the bytes failed their check"),
+            "away": Ending(error=Unavailable.code, reason="no daemon at /nowhere"),
+        }[how]
 
     return fault
 
