@@ -51,7 +51,7 @@ help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 demo: $(TORCH) ## a real model's KV is stored as FP8, outlives its process and is attended to again
-	@$(PYT) -m kvtier.quality.demo.driver $(ARGS)
+	@$(PYT) -m kvtier.quality.demo $(ARGS)
 
 test: test-core test-torch ## all tests: the core without torch, then what needs torch
 

@@ -2,7 +2,7 @@
 
 One rule: a figure in a document is a row of a result. Between `<!-- table ... -->` and `<!-- end -->` stands what this
 makes; the words around are written by hand. All rows also go to bench/results/rows.csv, each with commit, date, machine
-and command. A test runs --check.
+and command; `bench.chart` draws docs/restore.svg. A test runs --check.
 
     <!-- table marks FILE -->                                the marks of bench/results/FILE.json, met and missed
     <!-- table rows FILE "CASE" ["METRIC" ...] -->           rows whose case and metric match these patterns; a CASE may
@@ -25,6 +25,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from bench import chart
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -203,14 +205,21 @@ def exported() -> str:
     return out.getvalue()
 
 
+def outputs() -> dict[Path, str]:
+    """Every file that is made from results, with its text."""
+    found = {ROOT / name: render((ROOT / name).read_text("utf-8")) for name in DOCUMENTS}
+    found[RESULTS / "rows.csv"] = exported()
+    if (RESULTS / "vllm_restore.json").exists():
+        result = kept("vllm_restore")
+        found[ROOT / "docs" / "restore.svg"] = chart.restore(result, machine(result))
+    return found
+
+
 def stale() -> list[str]:
     """Files that are not what the results make of them."""
-    texts = {ROOT / name: render((ROOT / name).read_text("utf-8")) for name in DOCUMENTS} | {
-        RESULTS / "rows.csv": exported()
-    }
     return [
         path.relative_to(ROOT).as_posix()
-        for path, text in texts.items()
+        for path, text in outputs().items()
         if not path.exists() or path.read_text("utf-8") != text
     ]
 
@@ -224,9 +233,8 @@ def main(arguments: Sequence[str]) -> int:
         found = stale()
         print("\n".join(f"{name} is stale: say make benchdocs" for name in found) or "documents and results agree")
         return 1 if found else 0
-    (RESULTS / "rows.csv").write_text(exported(), "utf-8")
-    for name in DOCUMENTS:
-        (ROOT / name).write_text(render((ROOT / name).read_text("utf-8")), "utf-8")
+    for path, text in outputs().items():
+        path.write_text(text, "utf-8")
     return 0
 
 

@@ -21,10 +21,10 @@ import typer
 
 from bench.harness import ROOT, progress
 from kvtier.errors import Invalid
-from kvtier.quality import calibrate, compare, standard, subject, tasks, texts, twin
-from kvtier.quality.data import Sample, digest
+from kvtier.quality import calibrate, compare, loaded_model, outlier_twin, retrieval, standard_schemes, texts
 from kvtier.quality.observe import Observer
 from kvtier.quality.schemes import Scheme
+from kvtier.quality.texts import Sample, digest
 
 CALIBRATION = (8, 512)  # pieces, and tokens of each: half of them from each text
 FACTOR = 512  # of the twin
@@ -104,14 +104,14 @@ def row(model: str, text: str, length: int, result: compare.Result) -> dict[str,
 
 
 def copy_back(
-    model: subject.Subject, evaluation: dict[str, list[int]], schemes: list[Scheme], path: Path, command: str
+    model: loaded_model.LoadedModel, evaluation: dict[str, list[int]], schemes: list[Scheme], path: Path, command: str
 ) -> None:
     """12 passages of shuffled words hidden in 2,048 tokens of each text: how likely is each passage's end, given its
     beginning."""
     listed = sorted(
         {
             word
-            for word in texts.evaluation().split()
+            for word in texts.evaluation_text().split()
             if word.isascii() and word.isalpha() and word.islower() and 3 < len(word) < 10
         }
     )
@@ -121,8 +121,8 @@ def copy_back(
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(("text", "scheme", "answer_nll", "right_tokens"))
         for text, ids in evaluation.items():
-            context = tasks.copies(newline, ids[20_000:23_000], words, 2048, 12, 0)
-            for found in tasks.retrieval(model, "copy", [context], [None, *schemes]):
+            context = retrieval.copies(newline, ids[20_000:23_000], words, 2048, 12, 0)
+            for found in retrieval.measure(model, "copy", [context], [None, *schemes]):
                 writer.writerow((text, found.scheme, f"{found.nll.mean:.4f}", f"{found.correct.mean:.4f}"))
                 file.flush()
 
@@ -146,9 +146,9 @@ def main(
         if path.exists()
         else []
     )
-    model = subject.load(subject.SMOLLM, device=device)
-    evaluation = {"manual": model.encode(texts.evaluation())}
-    halves = [model.encode(texts.calibration())]
+    model = loaded_model.load(loaded_model.SMOLLM, device=device)
+    evaluation = {"manual": model.encode(texts.evaluation_text())}
+    halves = [model.encode(texts.calibration_text())]
     if novels_file is not None:
         text = novels(novels_file)
         evaluation["novels"] = model.encode(text[1_200_000:1_500_000])
@@ -157,7 +157,7 @@ def main(
     samples = [Sample("mix", tuple(piece)) for ids in halves for piece in pieces(ids, 0, length, number // len(halves))]
     command = shlex.join(["python", "-m", "bench.quality", *sys.argv[1:]])
     if retrieval:
-        schemes = standard.from_observer(
+        schemes = standard_schemes.from_observer(
             ("one", "head", "token-head", "channel-static"), calibrate.observe(model, samples)
         )
         copy_back(model, evaluation, schemes, out / "quality_retrieval.csv", command)
@@ -171,11 +171,16 @@ def main(
             ):
                 continue
             steps = sequences * -(-size // calibrate.CHUNK)
-            with twin.outliers(model, FACTOR if twin_ else 1), progress(f"{name}, {text}, {size}", steps) as tick:
+            with (
+                outlier_twin.outliers(model, FACTOR if twin_ else 1),
+                progress(f"{name}, {text}, {size}", steps) as tick,
+            ):
                 if twin_ not in observers:
                     observers[twin_] = calibrate.observe(model, samples)
-                names = tuple(name for name in standard.NAMES if size < COSTLY or name not in ("bf16", "block-head"))
-                schemes = standard.from_observer(names, observers[twin_])
+                names = tuple(
+                    name for name in standard_schemes.NAMES if size < COSTLY or name not in ("bf16", "block-head")
+                )
+                schemes = standard_schemes.from_observer(names, observers[twin_])
                 results = compare.compare(model, pieces(ids, 20_000, size + 1, sequences), schemes, lambda *_: tick())
             done += [{key: str(value) for key, value in row(name, text, size, result).items()} for result in results]
             with path.open("w", newline="") as file:

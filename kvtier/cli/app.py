@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
+from typer import Option
 
 from kvtier.cli import output
 from kvtier.cli.output import Exit
@@ -24,19 +25,19 @@ from kvtier.protocol.addresses import default_socket
 from kvtier.version import __version__
 
 MAX_TOKEN_BYTES = 4096
-# Files of this folder that have commands.
+# Files of this folder that have commands: a new verb is a function with `@command()` in one of them, or in a new one.
 COMMANDS = (
     "artifacts",
     "bench",
     "blocks",
     "doctor",
     "fsck",
-    "namespace",
+    "namespaces",
     "plan",
     "quality",
-    "registry",
     "replay",
-    "tokens",
+    "status",
+    "token",
 )
 
 app = typer.Typer(
@@ -55,7 +56,7 @@ class Common:
 
     address: Annotated[
         str,
-        typer.Option(
+        Option(
             "--address",
             envvar="KVTIER_ADDRESS",
             help="unix:/path, grpc+unix:/path, grpc://host:port or grpcs://host:port.",
@@ -63,22 +64,18 @@ class Common:
     ] = ""
     token_file: Annotated[
         Path | None,
-        typer.Option(
-            "--token-file", envvar="KVTIER_TOKEN_FILE", help="File with the token alone, for grpc:// and grpcs://."
-        ),
+        Option("--token-file", envvar="KVTIER_TOKEN_FILE", help="File with the token alone, for grpc:// and grpcs://."),
     ] = None
     ca: Annotated[
         Path | None,
-        typer.Option("--ca", envvar="KVTIER_CA", help="PEM of the authorities behind the daemon's certificate."),
+        Option("--ca", envvar="KVTIER_CA", help="PEM of the authorities behind the daemon's certificate."),
     ] = None
     cert: Annotated[
-        Path | None, typer.Option("--cert", envvar="KVTIER_CERT", help="PEM of this client's own certificate.")
+        Path | None, Option("--cert", envvar="KVTIER_CERT", help="PEM of this client's own certificate.")
     ] = None
-    key: Annotated[Path | None, typer.Option("--key", envvar="KVTIER_KEY", help="PEM of its private key.")] = None
-    deadline: Annotated[
-        float, typer.Option("--deadline", min=0.001, max=3600, help="Seconds to wait for each call.")
-    ] = 5.0
-    json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout instead of a table.")] = False
+    key: Annotated[Path | None, Option("--key", envvar="KVTIER_KEY", help="PEM of its private key.")] = None
+    deadline: Annotated[float, Option("--deadline", min=0.001, max=3600, help="Seconds to wait for each call.")] = 5.0
+    json: Annotated[bool, Option("--json", help="One JSON object on stdout instead of a table.")] = False
 
     def client(self) -> Client:
         """The client these options mean; nothing is connected yet."""
@@ -160,7 +157,7 @@ def _run(call: Callable[[], Exit], as_json: bool) -> Exit:
 
 
 @app.callback(invoke_without_command=True)
-def top(version: Annotated[bool, typer.Option("--version", help="Print the version and end.")] = False) -> None:
+def top(version: Annotated[bool, Option("--version", help="Print the version and end.")] = False) -> None:
     """What stands before a command."""
     if version:
         print(__version__)

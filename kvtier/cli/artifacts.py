@@ -10,10 +10,11 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
+from typer import Argument, Option
 
 from kvtier.cli import output
 from kvtier.cli.app import Common, app, command
-from kvtier.cli.inputs import description_of
+from kvtier.cli.inputs import Revision, description_of
 from kvtier.cli.output import Exit, message
 from kvtier.format import artifact as bundle
 from kvtier.format.artifact import Artifact, rank_scales
@@ -24,25 +25,23 @@ from kvtier.models.scale_import import import_scales
 
 group = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
 app.add_typer(group, name="artifact", help="Look at KV artifacts: show, diff, verify.")
-Directory = Annotated[Path, typer.Argument(help="Directory of an artifact.")]
+Directory = Annotated[Path, Argument(help="Directory of an artifact.")]
 
 
 @command("import-scales")
 def import_(
     common: Common,
-    checkpoint: Annotated[Path, typer.Argument(help="Directory with config.json and safetensors files.")],
+    checkpoint: Annotated[Path, Argument(help="Directory with config.json and safetensors files.")],
     save: Annotated[
-        Path, typer.Option("--save", help="Directory to write the artifact to; must not exist, or hold the same one.")
+        Path, Option("--save", help="Directory to write the artifact to; must not exist, or hold the same one.")
     ],
-    revision: Annotated[
-        str, typer.Option("--revision", help="The model's revision. [default: told from the files]")
-    ] = "",
-    model: Annotated[str, typer.Option("--model", help="The model's name. [default: the directory's]")] = "",
-    allow_missing: Annotated[bool, typer.Option("--allow-missing", help="Layers without scales stay native.")] = False,
+    revision: Revision = "",
+    model: Annotated[str, Option("--model", help="The model's name. [default: the directory's]")] = "",
+    allow_missing: Annotated[bool, Option("--allow-missing", help="Layers without scales stay native.")] = False,
     allow_extra: Annotated[
-        bool, typer.Option("--allow-extra", help="Pass over scales of layers that the model lacks.")
+        bool, Option("--allow-extra", help="Pass over scales of layers that the model lacks.")
     ] = False,
-    one: Annotated[bool, typer.Option("--uncalibrated", help="Take scales that are all 1.0.")] = False,
+    one: Annotated[bool, Option("--uncalibrated", help="Take scales that are all 1.0.")] = False,
 ) -> Exit:
     """Import a checkpoint's KV scales as an artifact: all of them or nothing, with everything that is wrong named."""
     made, notes = import_scales(
@@ -64,11 +63,11 @@ def import_(
 def show(
     common: Common,
     directory: Directory,
-    tp: Annotated[int, typer.Option("--tp", min=1, max=1024, help="Tensor-parallel ranks.")] = 1,
-    rank: Annotated[int, typer.Option("--rank", min=0, max=1023, help="Show the scales of this rank.")] = 0,
-    scales: Annotated[bool, typer.Option("--scales", help="Print every scale.")] = False,
+    tp: Annotated[int, Option("--tp", min=1, max=1024, help="Tensor-parallel ranks.")] = 1,
+    rank: Annotated[int, Option("--rank", min=0, max=1023, help="Show the scales of this rank.")] = 0,
+    scales: Annotated[bool, Option("--scales", help="Print every scale.")] = False,
     context: Annotated[
-        int, typer.Option("--context", min=0, help="Warn if tokens of such a context were never calibrated.")
+        int, Option("--context", min=0, help="Warn if tokens of such a context were never calibrated.")
     ] = 0,
 ) -> Exit:
     """Show an artifact: where it comes from, its formats, its scales and those in use for queries, its digest."""
@@ -92,8 +91,7 @@ def show(
             )
 
     output.result(data, common.json, print_it)
-    for one in warnings:
-        message(f"warning: {one.topic}: {one.found}: {one.do}")
+    output.warn(warnings)
     return Exit.OK
 
 
@@ -101,8 +99,8 @@ def show(
 def diff(
     common: Common,
     first: Directory,
-    second: Annotated[Path, typer.Argument(help="Directory of another artifact.")],
-    most: Annotated[int, typer.Option("--most", min=1, max=100_000, help="Differences to print.")] = 50,
+    second: Annotated[Path, Argument(help="Directory of another artifact.")],
+    most: Annotated[int, Option("--most", min=1, max=100_000, help="Differences to print.")] = 50,
 ) -> Exit:
     """Compare two artifacts, field by field and scale by scale. Exit code 1 if they differ."""
     return _say(common, bundle.diff(bundle.load(first), bundle.load(second), most), "the same artifact")
@@ -114,11 +112,11 @@ def verify(
     directory: Directory,
     live: Annotated[
         str,
-        typer.Argument(
+        Argument(
             help="A live engine's namespace (beginning of its digest), a description file, or a checkpoint directory."
         ),
     ],
-    most: Annotated[int, typer.Option("--most", min=1, max=100_000, help="Differences to print.")] = 50,
+    most: Annotated[int, Option("--most", min=1, max=100_000, help="Differences to print.")] = 50,
 ) -> Exit:
     """Check an artifact against the scales that a live engine has loaded (its namespace states them), or against a
     checkpoint. Exit code 1 if one differs."""

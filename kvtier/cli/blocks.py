@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
 import numpy as np
-import typer
+from typer import Argument, Option
 
 from kvtier.cli import output
 from kvtier.cli.app import Common, command
@@ -35,20 +35,16 @@ STDIO = Path("-")
 class Which:
     """The arguments that name blocks, the same for every command here."""
 
-    namespace: Annotated[
-        str, typer.Argument(help="Beginning of a digest the daemon knows, or a description file (JSON).")
-    ]
-    hash_: Annotated[list[str] | None, typer.Option("--hash", help="A content hash in hex; may be repeated.")] = None
-    hashes: Annotated[Path | None, typer.Option("--hashes", help="File of content hashes in hex, one a line.")] = None
-    tokens: Annotated[
-        Path | None, typer.Option("--tokens", help="File of token ids; hashed by the documented chain.")
-    ] = None
-    group: Annotated[int, typer.Option("--group", min=0, help="Layer group.")] = 0
-    layers: Annotated[str, typer.Option("--layers", help="Range of layers within the group, e.g. 0:16.")] = ":"
-    heads: Annotated[str, typer.Option("--heads", help="Range of KV heads, e.g. 0:8.")] = ":"
-    context: Annotated[str, typer.Option("--context", help="Request context, 64 hex digits.")] = ""
-    adapter: Annotated[str, typer.Option("--adapter", help="Digest of the adapter's weights, in hex.")] = ""
-    salt_file: Annotated[Path | None, typer.Option("--salt-file", help="File with the cache salt.")] = None
+    namespace: Annotated[str, Argument(help="Beginning of a digest the daemon knows, or a description file (JSON).")]
+    hash_: Annotated[list[str] | None, Option("--hash", help="A content hash in hex; may be repeated.")] = None
+    hashes: Annotated[Path | None, Option("--hashes", help="File of content hashes in hex, one a line.")] = None
+    tokens: Annotated[Path | None, Option("--tokens", help="File of token ids; hashed by the documented chain.")] = None
+    group: Annotated[int, Option("--group", min=0, help="Layer group.")] = 0
+    layers: Annotated[str, Option("--layers", help="Range of layers within the group, e.g. 0:16.")] = ":"
+    heads: Annotated[str, Option("--heads", help="Range of KV heads, e.g. 0:8.")] = ":"
+    context: Annotated[str, Option("--context", help="Request context, 64 hex digits.")] = ""
+    adapter: Annotated[str, Option("--adapter", help="Digest of the adapter's weights, in hex.")] = ""
+    salt_file: Annotated[Path | None, Option("--salt-file", help="File with the cache salt.")] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +105,24 @@ def _counted(
         answer = verb(client, asked)
         if answer < len(asked) and answer.reason:
             _reachable(client, common)
-    data = {"asked": len(asked), word: int(answer), "reason": answer.reason}
-    output.result(
-        data,
-        common.json,
-        lambda: print(f"{word} {answer} of {len(asked)} blocks{f' ({answer.reason})' if answer.reason else ''}"),
-    )
+    _tell(common, len(asked), word, int(answer), answer.reason)
     return len(asked), answer
+
+
+def _tell(
+    common: Common, asked: int, word: str, count: int, reason: str, body_bytes: int | None = None, aside: bool = False
+) -> None:
+    """Says how many of the blocks asked for were known, got, stored ...; `aside`: on stderr, as stdout has the bodies."""
+    data: dict[str, Any] = {"asked": asked, word: count, "reason": reason}
+    moved = ""
+    if body_bytes is not None:
+        data |= {"body_bytes": body_bytes, "bytes": count * body_bytes}
+        moved = f", {size(count * body_bytes)}"
+    said = f"{word} {count} of {asked} blocks{moved}{f' ({reason})' if reason else ''}"
+    if aside:
+        message(said)
+    else:
+        output.result(data, common.json, lambda: print(said))
 
 
 def _reachable(client: Client, common: Common) -> None:
@@ -161,7 +168,7 @@ def unpin(common: Common, which: Which) -> Exit:
 def get(
     common: Common,
     which: Which,
-    to: Annotated[Path, typer.Option("--output", "-o", help="File for the bodies, one after the other; - is stdout.")],
+    to: Annotated[Path, Option("--output", "-o", help="File for the bodies, one after the other; - is stdout.")],
 ) -> Exit:
     """Read the leading known blocks into a file. Exit code 1 unless all came; what came is written."""
     if to == STDIO and common.json:
@@ -180,12 +187,7 @@ def get(
                     reason = bodies.reason
                     _reachable(client, common)
                     break
-    data = {"asked": len(asked), "got": came, "body_bytes": nbytes, "bytes": came * nbytes, "reason": reason}
-    said = f"got {came} of {len(asked)} blocks, {size(came * nbytes)}{f' ({reason})' if reason else ''}"
-    if to == STDIO:
-        message(said)
-    else:
-        output.result(data, common.json, lambda: print(said))
+    _tell(common, len(asked), "got", came, reason, nbytes, aside=to == STDIO)
     return Exit.OK if came == len(asked) else Exit.NEGATIVE
 
 
@@ -193,7 +195,7 @@ def get(
 def put(
     common: Common,
     which: Which,
-    source: Annotated[Path, typer.Option("--input", "-i", help="File of the bodies, one after the other; - is stdin.")],
+    source: Annotated[Path, Option("--input", "-i", help="File of the bodies, one after the other; - is stdin.")],
 ) -> Exit:
     """Store block bodies from a file (role write). Exit code 4 if the daemon did not take them all."""
     with common.connected() as client:
@@ -219,9 +221,7 @@ def put(
                     reason = answer.reason
                     _reachable(client, common)
                     break
-    data = {"asked": len(asked), "stored": stored, "body_bytes": nbytes, "bytes": stored * nbytes, "reason": reason}
-    said = f"stored {stored} of {len(asked)} blocks, {size(stored * nbytes)}{f' ({reason})' if reason else ''}"
-    output.result(data, common.json, lambda: print(said))
+    _tell(common, len(asked), "stored", stored, reason, nbytes)
     return Exit.OK if stored == len(asked) else Exit.REFUSED
 
 

@@ -25,9 +25,9 @@ from statistics import median
 from typing import Annotated, Any
 
 import numpy as np
-import typer
 from google.protobuf.internal import api_implementation
 from rich.console import Console
+from typer import Option
 
 from kvtier.cli import output
 from kvtier.cli.app import Common, command
@@ -66,7 +66,7 @@ def doctor(
     common: Common,
     disk: Annotated[
         Path | None,
-        typer.Option("--disk", help="Directory to write and read 64 MiB in. [default: the temporary directory]"),
+        Option("--disk", help="Directory to write and read 64 MiB in. [default: the temporary directory]"),
     ] = None,
 ) -> Exit:
     """Look at this host and say what to expect and what to change. Exit code 1 if something is bad."""

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from kvtier.cli import output
 from kvtier.cli.app import Common, command
@@ -20,9 +20,9 @@ from kvtier.tiers.ssd.inspection import DirectoryReport, check
 @command()
 def fsck(
     common: Common,
-    directory: Annotated[Path, typer.Argument(help="The directory of an SSD tier, the setting ssd.path.")],
+    directory: Annotated[Path, Argument(help="The directory of an SSD tier, the setting ssd.path.")],
     repair: Annotated[
-        bool, typer.Option("--repair", help="Forget blocks that fail, move aside what does not belong.")
+        bool, Option("--repair", help="Forget blocks that fail, move aside what does not belong.")
     ] = False,
 ) -> Exit:
     """Check an SSD tier's directory while no daemon has it: index, records, every block's header and bytes, stray

@@ -11,6 +11,9 @@ import re
 import stat
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
+
+from typer import Option
 
 from kvtier.client.api import Client
 from kvtier.errors import Invalid
@@ -21,16 +24,28 @@ MAX_LIST_BYTES = 256 * 2**20  # of a file of hashes or of token ids
 MAX_SALT_BYTES = 64 * 1024
 _HEX = re.compile(r"[0-9a-f]+")
 _NUMBER = re.compile(r"\d+", re.ASCII)
+_PAIR = re.compile(r"(\d+):(\d+(?:\.\d+)?)", re.ASCII)
 _DURATION = re.compile(r"(\d{1,9})([smhd])", re.ASCII)
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+# Options that several commands have.
+Exclude = Annotated[str, Option("--exclude", help="Layers that stay native, e.g. 0,1,31.")]
+BlockSize = Annotated[int, Option("--block-size", min=1, max=65536, help="Tokens of an engine block.")]
+EngineBlocks = Annotated[int, Option("--engine-blocks", min=1, max=4096, help="Engine blocks in a kvtier block.")]
+Revision = Annotated[str, Option("--revision", help="The model's revision. [default: told from the files]")]
 
 
 def description_of(name: str, client: Client, deadline: float) -> Description:
     """The description a NAMESPACE argument means: a JSON file, or the beginning of the digest of one the daemon
     knows."""
-    if name.endswith(".json") or os.sep in name or os.path.exists(name):
+    if is_file(name):
         return read_description(Path(name))
     return Description.from_json(client.show(name, deadline=deadline)[1])
+
+
+def is_file(name: str) -> bool:
+    """Whether a NAMESPACE argument means a file and not a digest."""
+    return name.endswith(".json") or os.sep in name or os.path.exists(name)
 
 
 def duration(text: str) -> int:
@@ -151,3 +166,19 @@ def file_bytes(path: Path) -> int:
     if not stat.S_ISREG(found.st_mode):
         raise Invalid(f"{path} is not a regular file")
     return found.st_size
+
+
+def layers(text: str) -> list[int]:
+    """Numbers of a list like "0,1,31". Raises Invalid."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if wrong := next((word for word in words if not (word.isascii() and word.isdigit() and len(word) < 12)), None):
+        raise Invalid(f"{wrong!r:.80} is not a number: write 0,1,31")
+    return [int(word) for word in words]
+
+
+def pairs(text: str) -> list[tuple[float, float]]:
+    """Pairs of a list like "4096:0.18,32768:1.6". Raises Invalid."""
+    found = [_PAIR.fullmatch(word.strip()) for word in text.split(",")]
+    if not all(found):
+        raise Invalid(f"{text!r:.80} is not a list of pairs: write 4096:0.18,32768:1.6")
+    return [(float(match[1]), float(match[2])) for match in found if match]

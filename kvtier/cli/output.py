@@ -15,10 +15,20 @@ from enum import IntEnum
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 
 from kvtier.errors import Deadline, Denied, Full, Invalid, KvtierError, NotFound, Unavailable
+from kvtier.models.advice import Advice
 
 
 class Exit(IntEnum):
@@ -89,17 +99,48 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.1f} TiB"
 
 
+def warn(advice: Iterable[Advice]) -> None:
+    """Warnings of an artifact or an evaluation, on stderr."""
+    for one in advice:
+        message(f"warning: {one.topic}: {one.found}: {one.do}")
+
+
+def _quiet() -> bool:
+    """Whether no bar is drawn: stderr is no terminal that can."""
+    return not sys.stderr.isatty() or os.environ.get("TERM") == "dumb"
+
+
 @contextmanager
 def progress(what: str, total: int, unit: str = "") -> Iterator[Callable[[int], None]]:
     """A bar on stderr, where that is a terminal, of bytes or of what `unit` says. Yields the function that moves it
     on."""
-    quiet = not sys.stderr.isatty() or os.environ.get("TERM") == "dumb"
     counted = (
         (TextColumn("{task.completed:,.0f}/{task.total:,.0f} " + unit),)
         if unit
         else (DownloadColumn(binary_units=True), TransferSpeedColumn())
     )
     columns = (TextColumn("{task.description}"), BarColumn(), *counted, TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as bar:
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=_quiet()) as bar:
         task = bar.add_task(what, total=total)
         yield lambda n: bar.advance(task, n)
+
+
+@contextmanager
+def steps() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar per step on stderr, where that is a terminal. Yields (what, done, total) -> None."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), disable=_quiet()) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def step(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what, total=total)
+            bars.update(tasks[what], completed=done)
+
+        yield step

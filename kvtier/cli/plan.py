@@ -3,15 +3,15 @@ and no GPU."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from kvtier.cli import output
 from kvtier.cli.app import Common, command
+from kvtier.cli.inputs import BlockSize, EngineBlocks, Exclude, layers, pairs
 from kvtier.cli.output import Exit, size
 from kvtier.errors import Invalid
 from kvtier.format import artifact
@@ -21,22 +21,20 @@ from kvtier.models.capacity import Choice
 from kvtier.models.model_config import ModelCaches, read_caches
 from kvtier.server.settings import parse_size
 
-_PAIR = re.compile(r"(\d+):(\d+(?:\.\d+)?)", re.ASCII)
-
 
 @dataclass(frozen=True, slots=True)
 class GpuMemory:
     """Where the engine's pool comes from."""
 
-    memory: Annotated[str, typer.Option("--memory", help="Memory of one GPU, e.g. 80GiB.")] = ""
+    memory: Annotated[str, Option("--memory", help="Memory of one GPU, e.g. 80GiB.")] = ""
     utilization: Annotated[
-        float, typer.Option("--utilization", min=0.01, max=1, help="Share of it that the engine uses.")
+        float, Option("--utilization", min=0.01, max=1, help="Share of it that the engine uses.")
     ] = 0.9
     weights: Annotated[
-        str, typer.Option("--weights", help="Bytes of all weights. [default: those of the safetensors files]")
+        str, Option("--weights", help="Bytes of all weights. [default: those of the safetensors files]")
     ] = ""
-    reserve: Annotated[str, typer.Option("--reserve", help="Bytes for activations and graphs on each GPU.")] = "2GiB"
-    kv_bytes: Annotated[str, typer.Option("--kv-bytes", help="Instead of all these: bytes for KV on each GPU.")] = ""
+    reserve: Annotated[str, Option("--reserve", help="Bytes for activations and graphs on each GPU.")] = "2GiB"
+    kv_bytes: Annotated[str, Option("--kv-bytes", help="Instead of all these: bytes for KV on each GPU.")] = ""
 
     def pool_bytes(self, model: Path, tp: int) -> int:
         """Bytes for KV on one rank. Raises Invalid where they cannot be told."""
@@ -56,17 +54,15 @@ class StoredForm:
     """How the KV is kept."""
 
     granularity: Annotated[
-        str, typer.Option("--granularity", help="Of the scales: tensor, head, block-head, token-head or channel.")
+        str, Option("--granularity", help="Of the scales: tensor, head, block-head, token-head or channel.")
     ] = "head"
-    exclude: Annotated[str, typer.Option("--exclude", help="Layers that stay native, e.g. 0,1,31.")] = ""
-    sliding: Annotated[bool, typer.Option("--sliding", help="Quantize layers with a sliding window too.")] = False
-    block: Annotated[int, typer.Option("--block-size", min=1, max=65536, help="Tokens of an engine block.")] = 16
-    engine_blocks: Annotated[
-        int, typer.Option("--engine-blocks", min=1, max=4096, help="Engine blocks in a kvtier block.")
-    ] = 1
-    tp: Annotated[int, typer.Option("--tp", min=1, max=1024, help="Tensor-parallel ranks.")] = 1
+    exclude: Exclude = ""
+    sliding: Annotated[bool, Option("--sliding", help="Quantize layers with a sliding window too.")] = False
+    block: BlockSize = 16
+    engine_blocks: EngineBlocks = 1
+    tp: Annotated[int, Option("--tp", min=1, max=1024, help="Tensor-parallel ranks.")] = 1
     in_flight: Annotated[
-        int, typer.Option("--in-flight", min=0, help="Tokens scheduled at once, which windows hold too.")
+        int, Option("--in-flight", min=0, help="Tokens scheduled at once, which windows hold too.")
     ] = 0
 
     def choice(self, scales: artifact.Artifact | None) -> Choice:
@@ -85,35 +81,35 @@ class StoredForm:
 class Figures:
     """Measured or given figures; what is not given is not guessed."""
 
-    arena: Annotated[str, typer.Option("--arena", help="Bytes of the arena (CPU memory).")] = ""
-    ssd: Annotated[str, typer.Option("--ssd", help="Bytes of the SSD tier.")] = ""
-    redis: Annotated[str, typer.Option("--redis", help="Bytes of Redis.")] = ""
-    link: Annotated[float, typer.Option("--link", min=0, help="GB/s from the tier to the GPU, of one engine.")] = 0.0
+    arena: Annotated[str, Option("--arena", help="Bytes of the arena (CPU memory).")] = ""
+    ssd: Annotated[str, Option("--ssd", help="Bytes of the SSD tier.")] = ""
+    redis: Annotated[str, Option("--redis", help="Bytes of Redis.")] = ""
+    link: Annotated[float, Option("--link", min=0, help="GB/s from the tier to the GPU, of one engine.")] = 0.0
     overhead: Annotated[
-        float, typer.Option("--overhead", min=0, help="Milliseconds that a restore takes whatever its length.")
+        float, Option("--overhead", min=0, help="Milliseconds that a restore takes whatever its length.")
     ] = 2.0
-    prefill: Annotated[
-        str, typer.Option("--prefill", help="Measured prefill, tokens:seconds, e.g. 4096:0.18,32768:1.6.")
-    ] = ""
+    prefill: Annotated[str, Option("--prefill", help="Measured prefill, tokens:seconds, e.g. 4096:0.18,32768:1.6.")] = (
+        ""
+    )
     itl_native: Annotated[
-        str, typer.Option("--itl-native", help="Measured ms per output token, context:ms, at two lengths or more.")
+        str, Option("--itl-native", help="Measured ms per output token, context:ms, at two lengths or more.")
     ] = ""
-    itl_fp8: Annotated[str, typer.Option("--itl-fp8", help="The same over FP8 KV.")] = ""
+    itl_fp8: Annotated[str, Option("--itl-fp8", help="The same over FP8 KV.")] = ""
 
 
 @command("plan")
 def plan_command(
     common: Common,
-    model: Annotated[Path, typer.Argument(help="Directory of the model, or its config.json.")],
+    model: Annotated[Path, Argument(help="Directory of the model, or its config.json.")],
     memory: GpuMemory,
     form: StoredForm,
     figures: Figures,
     context: Annotated[
         str,
-        typer.Option("--context", help="Context lengths, e.g. 2048,8192. [default: the longest and a quarter of it]"),
+        Option("--context", help="Context lengths, e.g. 2048,8192. [default: the longest and a quarter of it]"),
     ] = "",
     scales: Annotated[
-        Path | None, typer.Option("--artifact", help="An artifact: its format, exclusions and calibrated length.")
+        Path | None, Option("--artifact", help="An artifact: its format, exclusions and calibrated length.")
     ] = None,
 ) -> Exit:
     """Plan capacity: tokens and sequences that fit natively and in FP8, what each tier holds, and when it pays."""
@@ -206,22 +202,6 @@ def _advice(
     )
     warnings = [guard(bundle, contexts[-1]), uncalibrated(bundle)] if bundle is not None else []
     return [one for one in warnings if one is not None] + advice
-
-
-def layers(text: str) -> list[int]:
-    """Numbers of a list like "0,1,31". Raises Invalid."""
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if wrong := next((word for word in words if not (word.isascii() and word.isdigit() and len(word) < 12)), None):
-        raise Invalid(f"{wrong!r:.80} is not a number: write 0,1,31")
-    return [int(word) for word in words]
-
-
-def pairs(text: str) -> list[tuple[float, float]]:
-    """Pairs of a list like "4096:0.18,32768:1.6". Raises Invalid."""
-    found = [_PAIR.fullmatch(word.strip()) for word in text.split(",")]
-    if not all(found):
-        raise Invalid(f"{text!r:.80} is not a list of pairs: write 4096:0.18,32768:1.6")
-    return [(float(match[1]), float(match[2])) for match in found if match]
 
 
 def weight_bytes(model: Path) -> int:

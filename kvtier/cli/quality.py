@@ -3,23 +3,19 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from typer import Argument, Option
 
 from kvtier.cli import output
 from kvtier.cli.app import Common, command
+from kvtier.cli.inputs import Exclude, Revision, layers
 from kvtier.cli.output import Exit, message
-from kvtier.cli.plan import layers
 from kvtier.errors import Invalid
 from kvtier.format import artifact as bundle
 from kvtier.format.fingerprint import resolve_revision
@@ -28,49 +24,43 @@ from kvtier.models.model_config import read_caches
 
 Texts = Annotated[
     list[str] | None,
-    typer.Option("--text", help="stratum=FILE (.txt, .jsonl, .tokens); may be repeated. [default: a built-in text]"),
+    Option("--text", help="stratum=FILE (.txt, .jsonl, .tokens); may be repeated. [default: a built-in text]"),
 ]
-Model = Annotated[str, typer.Argument(help="Directory of a Hugging Face model, or smollm2.")]
-Device = Annotated[str, typer.Option("--device", help="cpu, or another device of torch, e.g. cuda.")]
+Model = Annotated[str, Argument(help="Directory of a Hugging Face model, or smollm2.")]
+Device = Annotated[str, Option("--device", help="cpu, or another device of torch, e.g. cuda.")]
 Dtype = Annotated[
-    str, typer.Option("--dtype", help="What the model computes in; float32 measures the format and nothing else.")
+    str, Option("--dtype", help="What the model computes in; float32 measures the format and nothing else.")
 ]
-Threads = Annotated[int, typer.Option("--threads", min=0, max=1024, help="Threads that torch may use. [default: all]")]
+Threads = Annotated[int, Option("--threads", min=0, max=1024, help="Threads that torch may use. [default: all]")]
 
 
 @command()
 def calibrate(
     common: Common,
     model: Model,
-    save: Annotated[Path, typer.Option("--save", help="Directory to write the artifact to.")],
+    save: Annotated[Path, Option("--save", help="Directory to write the artifact to.")],
     text: Texts = None,
     length: Annotated[
-        int, typer.Option("--length", min=2, max=2**20, help="Tokens of a piece: as long as the contexts you serve.")
+        int, Option("--length", min=2, max=2**20, help="Tokens of a piece: as long as the contexts you serve.")
     ] = 2048,
-    samples: Annotated[int, typer.Option("--samples", min=1, max=100_000, help="Pieces of each stratum.")] = 8,
-    granularity: Annotated[str, typer.Option("--granularity", help="tensor or head.")] = "head",
-    rule: Annotated[str, typer.Option("--rule", help="amax, percentile or least-error.")] = "amax",
-    headroom: Annotated[float, typer.Option("--headroom", help="Factor on amax and percentile.")] = 2.0,
-    percentile: Annotated[float, typer.Option("--percentile", help="For that rule.")] = 99.99,
-    exclude: Annotated[str, typer.Option("--exclude", help="Layers that stay native, e.g. 0,1,31.")] = "",
+    samples: Annotated[int, Option("--samples", min=1, max=100_000, help="Pieces of each stratum.")] = 8,
+    granularity: Annotated[str, Option("--granularity", help="tensor or head.")] = "head",
+    rule: Annotated[str, Option("--rule", help="amax, percentile or least-error.")] = "amax",
+    headroom: Annotated[float, Option("--headroom", help="Factor on amax and percentile.")] = 2.0,
+    percentile: Annotated[float, Option("--percentile", help="For that rule.")] = 99.99,
+    exclude: Exclude = "",
     sliding: Annotated[
         bool,
-        typer.Option(
-            "--sliding", help="Also layers with a sliding window, which stay native beside full ones otherwise."
-        ),
+        Option("--sliding", help="Also layers with a sliding window, which stay native beside full ones otherwise."),
     ] = False,
     sensitivity: Annotated[
-        int, typer.Option("--sensitivity", min=0, help="Tokens to measure each layer's cost on; 0: not measured.")
+        int, Option("--sensitivity", min=0, help="Tokens to measure each layer's cost on; 0: not measured.")
     ] = 0,
     statistics: Annotated[
-        Path | None, typer.Option("--statistics", help="CSV of what was seen, by layer, part, head and stratum.")
+        Path | None, Option("--statistics", help="CSV of what was seen, by layer, part, head and stratum.")
     ] = None,
-    one: Annotated[
-        bool, typer.Option("--uncalibrated", help="Scale 1.0 everywhere, without looking at any data.")
-    ] = False,
-    revision: Annotated[
-        str, typer.Option("--revision", help="The model's revision. [default: told from the files]")
-    ] = "",
+    one: Annotated[bool, Option("--uncalibrated", help="Scale 1.0 everywhere, without looking at any data.")] = False,
+    revision: Revision = "",
     device: Device = "cpu",
     dtype: Dtype = "float32",
     threads: Threads = 0,
@@ -80,13 +70,13 @@ def calibrate(
     if one:
         return _uncalibrated(common, model, save, granularity, out, revision)
     quality = _workbench(threads)
-    with _bars() as step:
+    with output.steps() as step:
         step("load the model", 0, 1)
-        subject = quality.subject.load(model, revision or None, dtype, device)
+        loaded = quality.loaded_model.load(model, revision or None, dtype, device)
         step("load the model", 1, 1)
-        out = sorted({*out, *(() if sliding else quality.unit.windows(subject.caches))})
-        pieces = quality.data.read(text or [], subject.encode, length, samples)
-        observer = quality.calibrate.observe(subject, pieces, lambda done, total: step("calibrate", done, total))
+        out = sorted({*out, *(() if sliding else loaded.caches.windowed)})
+        pieces = quality.texts.read(text or [], loaded.encode, length, samples)
+        observer = quality.calibrate.observe(loaded, pieces, lambda done, total: step("calibrate", done, total))
         options = {
             "granularity": granularity,
             "rule": rule,
@@ -94,15 +84,15 @@ def calibrate(
             "percent": percentile,
             "excluded": out,
         }
-        made = quality.calibrate.export(subject, observer, pieces, **options)
+        made = quality.calibrate.export(loaded, observer, pieces, **options)
         costs: dict[int, float] = {}
         if sensitivity:
-            tokens = quality.data.read(text or [], subject.encode, sensitivity, 1)[0].tokens
+            tokens = quality.texts.read(text or [], loaded.encode, sensitivity, 1)[0].tokens
             costs = quality.calibrate.sensitivity(
-                subject, made, tokens, lambda done, total: step("each layer alone", done, total)
+                loaded, made, tokens, lambda done, total: step("each layer alone", done, total)
             )
             made = quality.calibrate.export(
-                subject, observer, pieces, **options, report=quality.calibrate.sensitivity_report(costs)
+                loaded, observer, pieces, **options, report=quality.calibrate.sensitivity_report(costs)
             )
     made.save(save)
     if statistics is not None:
@@ -112,7 +102,7 @@ def calibrate(
         save,
         made,
         costs,
-        quality.calibrate.propose(costs, subject.caches),
+        quality.calibrate.propose(costs, loaded.caches),
         _strata(observer),
         _curve(observer, made),
     )
@@ -164,33 +154,31 @@ def _say(
 def evaluate(
     common: Common,
     model: Model,
-    report: Annotated[Path, typer.Option("--report", help="Directory for report.md, CSV and plots.")],
+    report: Annotated[Path, Option("--report", help="Directory for report.md, CSV and plots.")],
     artifact: Annotated[
-        Path | None, typer.Option("--artifact", help="The artifact to judge. [default: calibrate here]")
+        Path | None, Option("--artifact", help="The artifact to judge. [default: calibrate here]")
     ] = None,
     text: Texts = None,
     calibration: Annotated[
-        list[str] | None, typer.Option("--calibration", help="stratum=FILE to calibrate on, where that is done here.")
+        list[str] | None, Option("--calibration", help="stratum=FILE to calibrate on, where that is done here.")
     ] = None,
     calibration_length: Annotated[
-        int, typer.Option("--calibration-length", min=2, max=2**20, help="Tokens of a piece of it.")
+        int, Option("--calibration-length", min=2, max=2**20, help="Tokens of a piece of it.")
     ] = 2048,
-    schemes: Annotated[str, typer.Option("--schemes", help="Comma-separated. [default: all of them]")] = "",
-    lengths: Annotated[str, typer.Option("--lengths", help="Context lengths, ascending.")] = "512,2048",
-    sequences: Annotated[
-        int, typer.Option("--sequences", min=1, max=10_000, help="Pieces of each text and length.")
-    ] = 2,
-    factor: Annotated[int, typer.Option("--twin", min=0, max=65536, help="Factor of the outlier twin; 0: none.")] = 512,
-    without: Annotated[str, typer.Option("--without", help="Layers to leave native one at a time.")] = "",
+    schemes: Annotated[str, Option("--schemes", help="Comma-separated. [default: all of them]")] = "",
+    lengths: Annotated[str, Option("--lengths", help="Context lengths, ascending.")] = "512,2048",
+    sequences: Annotated[int, Option("--sequences", min=1, max=10_000, help="Pieces of each text and length.")] = 2,
+    factor: Annotated[int, Option("--twin", min=0, max=65536, help="Factor of the outlier twin; 0: none.")] = 512,
+    without: Annotated[str, Option("--without", help="Layers to leave native one at a time.")] = "",
     passages: Annotated[
-        int, typer.Option("--passages", min=0, max=16, help="Hidden passages and needles; 0: no retrieval.")
+        int, Option("--passages", min=0, max=16, help="Hidden passages and needles; 0: no retrieval.")
     ] = 8,
-    tasks: Annotated[Path | None, typer.Option("--tasks", help="JSONL of prompts and checkers.")] = None,
+    tasks: Annotated[Path | None, Option("--tasks", help="JSONL of prompts and checkers.")] = None,
     built_in: Annotated[
-        bool, typer.Option("--answers/--no-answers", help="The built-in JSON, tool-call and repetition tasks.")
+        bool, Option("--answers/--no-answers", help="The built-in JSON, tool-call and repetition tasks.")
     ] = True,
-    temperature: Annotated[float, typer.Option("--temperature", min=0, max=10, help="Of free-running answers.")] = 0.0,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="For whatever is drawn.")] = 0,
+    temperature: Annotated[float, Option("--temperature", min=0, max=10, help="Of free-running answers.")] = 0.0,
+    seed: Annotated[int, Option("--seed", min=0, help="For whatever is drawn.")] = 0,
     device: Device = "cpu",
     dtype: Dtype = "float32",
     threads: Threads = 0,
@@ -201,26 +189,25 @@ def evaluate(
     found = layers(lengths)
     if not found:
         raise Invalid("--lengths needs a number at least")
-    names = tuple(name.strip() for name in schemes.split(",") if name.strip()) or quality.standard.NAMES
+    names = tuple(name.strip() for name in schemes.split(",") if name.strip()) or quality.standard_schemes.NAMES
     settings = quality.evaluate.EvaluationSettings(
         names, tuple(found), sequences, factor, tuple(layers(without)), passages, temperature=temperature, seed=seed
     )
     asked = [*(quality.tasks.built_in() if built_in else []), *(quality.tasks.read(tasks) if tasks is not None else [])]
-    loaded = bundle.load(artifact) if artifact is not None else None
-    with _bars() as step:
+    given = bundle.load(artifact) if artifact is not None else None
+    with output.steps() as step:
         step("load the model", 0, 1)
-        subject = quality.subject.load(model, None, dtype, device)
+        loaded = quality.loaded_model.load(model, None, dtype, device)
         step("load the model", 1, 1)
-        pieces = quality.data.read(calibration or [], subject.encode, calibration_length, 4)
+        pieces = quality.texts.read(calibration or [], loaded.encode, calibration_length, 4)
 
         def texts(length: int, number: int) -> Any:
-            return quality.data.read(text or [], subject.encode, length, number, evaluation=True)
+            return quality.texts.read(text or [], loaded.encode, length, number, evaluation=True)
 
-        made = quality.evaluate.run(subject, settings, pieces, texts, loaded, asked, step)
+        made = quality.evaluate.run(loaded, settings, pieces, texts, given, asked, step)
     files = quality.report.write(made, report)
     verdicts = made.verdicts
-    for one in made.warnings:
-        message(f"warning: {one.topic}: {one.found}: {one.do}")
+    output.warn(made.warnings)
     data = {
         "verdicts": [asdict(v) for v in verdicts],
         "warnings": [asdict(one) for one in made.warnings],
@@ -234,18 +221,18 @@ def evaluate(
         print(f"report: {files[0]}")
 
     output.result(data, common.json, show)
-    judged = {"artifact"} if loaded is not None else {"tensor", "head"}
+    judged = {"artifact"} if given is not None else {"tensor", "head"}
     return Exit.NEGATIVE if any(v.word == "bad" and v.scheme in judged for v in verdicts) else Exit.OK
 
 
 def _uncalibrated(common: Common, model: str, save: Path, granularity: str, excluded: list[int], revision: str) -> Exit:
     """Scale 1.0, which needs the configuration only."""
-    from kvtier.quality import unit
+    from kvtier.quality.uncalibrated import uncalibrated
 
     name, exact = resolve_revision(model, revision or None)
     caches = read_caches(model)
     capacity.group_sizes(caches, capacity.Choice(excluded=frozenset(excluded)))
-    made = unit.uncalibrated(caches, name, exact, granularity, excluded)
+    made = uncalibrated(caches, name, exact, granularity, excluded)
     made.save(save)
     message("UNCALIBRATED: every scale is 1.0; values beyond 448 will be clipped")
     output.result(
@@ -261,19 +248,10 @@ def _workbench(threads: int) -> Any:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: threads that wait should sleep
     if missing := [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]:
         raise Invalid(f"{missing[0]} is not installed: pip install 'kvtier[torch]'")
-    from kvtier import quality
-    from kvtier.quality import (
-        calibrate,  # noqa: F401
-        data,  # noqa: F401
-        evaluate,  # noqa: F401
-        report,  # noqa: F401
-        standard,  # noqa: F401
-        subject,
-        tasks,  # noqa: F401
-        unit,  # noqa: F401
-    )
-
-    subject.set_threads(threads)
+    for name in ("calibrate", "evaluate", "loaded_model", "report", "standard_schemes", "tasks", "texts"):
+        importlib.import_module(f"kvtier.quality.{name}")
+    quality: Any = importlib.import_module("kvtier.quality")
+    quality.loaded_model.set_threads(threads)
     return quality
 
 
@@ -297,25 +275,3 @@ def _curve(observer: Any, made: bundle.Artifact) -> list[tuple[float, float]]:
     total = sum(elements for elements, _ in curves)
     shares = [sum(n * points[place][1] for n, points in curves) / total for place in range(len(curves[0][1]))]
     return [(factor, share) for (factor, _), share in zip(curves[0][1], shares, strict=True)]
-
-
-@contextmanager
-def _bars() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar per step on stderr, where that is a terminal. Yields (what, done, total) -> None."""
-    quiet = not sys.stderr.isatty() or os.environ.get("TERM") == "dumb"
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f}%"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), disable=quiet) as progress:
-        tasks: dict[str, TaskID] = {}
-
-        def step(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = progress.add_task(what, total=total)
-            progress.update(tasks[what], completed=done)
-
-        yield step

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from kvtier.cli import output
 from kvtier.cli.app import Common, command
@@ -26,23 +26,19 @@ def replay(
     common: Common,
     trace: Annotated[
         Path,
-        typer.Argument(
+        Argument(
             help="Requests: JSON lines with hash_ids, as Mooncake publishes them, or the columns of tests/data (.npz)."
         ),
     ],
     nbytes: Annotated[
         str,
-        typer.Option(
-            "--bytes", help="An arena of this size, such as 600GiB: BF16 with LRU beside FP8 with every order."
-        ),
+        Option("--bytes", help="An arena of this size, such as 600GiB: BF16 with LRU beside FP8 with every order."),
     ] = "",
-    shape: Annotated[
-        str, typer.Option("--layout", help="Layers, KV heads and width of a head of the model.")
-    ] = "32,8,128",
-    tokens: Annotated[int, typer.Option("--tokens", min=16, help="Tokens of one of the trace's blocks.")] = 512,
+    shape: Annotated[str, Option("--layout", help="Layers, KV heads and width of a head of the model.")] = "32,8,128",
+    tokens: Annotated[int, Option("--tokens", min=16, help="Tokens of one of the trace's blocks.")] = 512,
     plot: Annotated[
         Path | None,
-        typer.Option("--plot", help="Draw hit ratios at 1 to 40 % of the distinct blocks into this file (PNG, SVG)."),
+        Option("--plot", help="Draw hit ratios at 1 to 40 % of the distinct blocks into this file (PNG, SVG)."),
     ] = None,
 ) -> Exit:
     """Replay a trace of requests: hit ratios of LRU, S3-FIFO, ARC, kvtier's order and Belady's, which knows the future.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvtier.errors import Invalid
 from kvtier.format.layout import (
@@ -133,29 +133,16 @@ def group_sizes(caches: ModelCaches, choice: Choice) -> list[GroupSize]:
     found: dict[tuple[str, str, int, tuple[int, ...], int | None], list[int]] = {}
     for layer in caches.cached:
         dtype = choice.dtype if is_quantized(layer, choice) else caches.dtype
-        found.setdefault((layer.kind, dtype, rank_heads(layer, choice.tp), layer.widths, layer.window), []).append(
-            layer.index
-        )
+        key = (layer.kind, dtype, rank_heads(layer, choice.tp), layer.widths, layer.window)
+        found.setdefault(key, []).append(layer.index)
     sizes = []
     for (kind, dtype, heads, widths, window), layers in found.items():
         elements = heads * sum(widths)
         scales = _scale_bytes(widths, heads, choice) if dtype in FP8 else 0
         page = pad(choice.block * elements * ITEM_BYTES[dtype] + scales)
         payload = elements * ITEM_BYTES[dtype] * len(layers)
-        sizes.append(
-            GroupSize(
-                kind,
-                dtype,
-                tuple(layers),
-                heads,
-                widths,
-                window,
-                choice.block,
-                page,
-                payload,
-                scales * len(layers) / choice.block,
-            )
-        )
+        each = scales * len(layers) / choice.block
+        sizes.append(GroupSize(kind, dtype, tuple(layers), heads, widths, window, choice.block, page, payload, each))
     return sizes
 
 
@@ -198,11 +185,7 @@ def _equal_pages(sizes: list[GroupSize]) -> list[GroupSize]:
     equal = []
     for s in sizes:
         block = s.block * (largest // s.page_bytes) if largest % s.page_bytes == 0 else s.block
-        equal.append(
-            GroupSize(
-                s.kind, s.dtype, s.layers, s.heads, s.widths, s.window, block, largest, s.payload_bytes, s.scale_bytes
-            )
-        )
+        equal.append(replace(s, block=block, page_bytes=largest))
     return equal
 
 

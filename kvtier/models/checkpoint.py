@@ -19,11 +19,10 @@ from kvtier.format.fingerprint import resolve_revision
 from kvtier.format.identity import Description, HashScheme, f32_hex, f64_hex
 from kvtier.format.layout import Group, Layer, Layout, Part
 from kvtier.format.scale_names import parse
-from kvtier.format.tensors import Tensor, naming, open_regular, read_header, read_whole, to_f32
+from kvtier.format.tensors import Tensor, naming, open_regular, read_header, to_f32
+from kvtier.models.model_config import DTYPES, read_config
 
 VLLM_SEED = "vllm-none-hash"  # what vLLM 0.32 and 0.33 start cryptographic hashes from unless PYTHONHASHSEED is set
-MAX_CONFIG_BYTES = 8 * 2**20
-_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +53,8 @@ def describe(
     what only an engine can tell: models with several kinds of cache, MLA, quantized caches that carry their scales with
     the tokens."""
     root = Path(path)
+    config = read_config(root / "config.json")
     with naming(root / "config.json"):
-        config = json.loads(read_whole(root / "config.json", MAX_CONFIG_BYTES))
-        if not isinstance(config, dict):
-            raise Invalid("not an object")
         layers, heads, width = _shape(config)
     name, revision = resolve_revision(path, revision, full=full)
     quantization = config.get("quantization_config") or {}
@@ -66,9 +63,9 @@ def describe(
         raise Invalid(f"the cache of an engine with kv_cache_dtype {assumed.kv_dtype} cannot be told from a checkpoint")
     fp8 = assumed.kv_dtype != "auto" or bool(scheme)
     model_dtype = assumed.dtype or str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-    if model_dtype not in _DTYPES:
-        raise Invalid(f"the model's dtype {model_dtype} is none of {', '.join(_DTYPES)}")
-    dtype = "e4m3fn" if fp8 else _DTYPES[model_dtype]
+    if model_dtype not in DTYPES:
+        raise Invalid(f"the model's dtype {model_dtype} is none of {', '.join(DTYPES)}")
+    dtype = "e4m3fn" if fp8 else DTYPES[model_dtype]
     scales, granularity = (
         _scales(root, layers, heads, assumed.cpu is not None) if fp8 and quantization else ({}, "tensor")
     )

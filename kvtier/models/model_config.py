@@ -65,12 +65,31 @@ class ModelCaches:
         """The layers that keep bytes per token."""
         return tuple(layer for layer in self.layers if layer.kind != "state")
 
+    @property
+    def windowed(self) -> frozenset[int]:
+        """The layers with a window where others look back over everything; they stay native unless asked otherwise."""
+        found = frozenset(layer.index for layer in self.cached if layer.window is not None)
+        return found if len(found) < len(self.cached) else frozenset()
+
+    def kv_layers(self) -> tuple[LayerCache, ...]:
+        """The layers that keep K and V. Raises Invalid for a model that keeps a latent instead."""
+        if any(layer.kind == "latent" for layer in self.layers):
+            raise Invalid("MLA keeps one latent instead of K and V: it is not calibrated here")
+        return self.cached
+
 
 def read_caches(path: str | Path) -> ModelCaches:
     """The caches of the model in this directory, or of this config.json. Raises Invalid, naming the file, for what is
     missing or not understood."""
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
+    config = read_config(file)
+    with naming(file):
+        return caches_of(config, file.resolve().parent.name)
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """A config.json, or another small JSON object beside it. Raises Invalid, naming the file."""
     raw = read_whole(file, MAX_CONFIG_BYTES)
     with naming(file):
         try:
@@ -79,7 +98,7 @@ def read_caches(path: str | Path) -> ModelCaches:
             raise Invalid(f"not JSON: {error!s:.200}") from None
         if not isinstance(config, dict):
             raise Invalid("not an object")
-        return caches_of(config, file.resolve().parent.name)
+        return config
 
 
 def caches_of(config: Mapping[str, Any], model: str) -> ModelCaches:

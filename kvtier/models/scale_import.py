@@ -7,7 +7,6 @@ report. Values keep every bit. Blocks on disk; no torch."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -22,11 +21,10 @@ from kvtier.format.artifact import LEAST_SCALE, MOST_SCALE, Artifact, PartFormat
 from kvtier.format.fingerprint import resolve_revision
 from kvtier.format.identity import MAX_TEXT, canonical_json, f32_hex, pack_scales
 from kvtier.format.scale_names import ScaleName, odd, parse
-from kvtier.format.tensors import Tensor, naming, open_regular, read_header, read_whole, to_f32
-from kvtier.models.model_config import ModelCaches, caches_of
+from kvtier.format.tensors import Tensor, naming, open_regular, read_header, to_f32
+from kvtier.models.model_config import ModelCaches, caches_of, read_config
 
 CODEC = 1  # of the quantizer whose rules the values are checked against: `kvtier_kernels.reference.CODEC`
-MAX_CONFIG_BYTES = 8 * 2**20
 MAX_FILES = 10_000
 MAX_SCALE_BYTES = 1 << 20  # of one scale tensor
 MOST_PROBLEMS = 40  # named in one refusal
@@ -78,13 +76,13 @@ def import_scales(
     Raises Invalid with one line for each thing that is wrong: tensor, layer and file. Writes nothing.
     """
     root = Path(checkpoint)
-    config = _read_json(root / "config.json")
+    config = read_config(root / "config.json")
     with naming(root / "config.json"):
         caches = caches_of(config, root.resolve().name)
         _check_scheme(config)
     if (extra := root / "hf_quant_config.json").exists():
         with naming(extra):
-            _check_modelopt(_read_json(extra))
+            _check_modelopt(read_config(extra))
     heads = _heads(caches)
     found = Import()
     tensors = read_scales(root, heads, found, allow_extra)
@@ -294,18 +292,6 @@ def _check_modelopt(config: Mapping[str, Any]) -> None:
     kind = inner.get("kv_cache_quant_algo") if isinstance(inner, Mapping) else None
     if kind not in (None, "FP8"):
         raise Invalid(f"kv_cache_quant_algo is {kind!r:.80}; this imports FP8")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    raw = read_whole(path, MAX_CONFIG_BYTES)
-    with naming(path):
-        try:
-            data = json.loads(raw)
-        except (ValueError, RecursionError) as error:
-            raise Invalid(f"not JSON: {error!s:.200}") from None
-        if not isinstance(data, dict):
-            raise Invalid("not an object")
-        return data
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -20,41 +20,30 @@ from kvtier.format.artifact import Artifact, PartFormat
 from kvtier.format.identity import f32_hex
 from kvtier.models import capacity
 from kvtier.models.model_config import ModelCaches
-from kvtier.quality.data import Sample, digest, mix
+from kvtier.quality.loaded_model import LoadedModel
 from kvtier.quality.observe import Magnitudes, Observer, Vector, bounded, clip_curve, least_error, percentile
 from kvtier.quality.schemes import Quantizer, Scheme
-from kvtier.quality.subject import Subject, forward
-from kvtier.quality.unit import layers_of
+from kvtier.quality.texts import Sample, digest, mix
 
 RULES = ("amax", "percentile", "least-error")
 HEADROOM = 2.0
-CHUNK = 256  # tokens of one pass: bounds the logits' memory
 NOTABLE = 0.002  # nats of KL below which no layer is worth excluding
 APART = 5.0  # times the median layer's KL that a layer must cost to be proposed
 
 Step = Callable[[int, int], None]  # (done, total)
 
 
-def fresh_cache(subject: Subject) -> Any:
-    """An empty cache of the kind the model uses."""
-    from transformers import DynamicCache
-
-    return DynamicCache(config=subject.model.config)
-
-
-def observe(subject: Subject, samples: Sequence[Sample], step: Step | None = None) -> Observer:
+def observe(loaded: LoadedModel, samples: Sequence[Sample], step: Step | None = None) -> Observer:
     """Runs the model over all samples, each from position 0."""
-    observer = Observer(layers_of(subject.caches))
+    observer = Observer(loaded.caches.kv_layers())
     total, done = sum(len(sample.tokens) for sample in samples), 0
     for sample in samples:
-        cache = observer.attach(fresh_cache(subject), sample.stratum)
-        tokens = torch.tensor(sample.tokens)
-        for start in range(0, len(tokens), CHUNK):
-            forward(subject.model, tokens[start : start + CHUNK], cache)
-            done += len(tokens[start : start + CHUNK])
+        cache = observer.attach(loaded.empty_cache(), sample.stratum)
+        for logits in loaded.passes(torch.tensor(sample.tokens), cache):
+            done += len(logits)
             if step is not None:
                 step(done, total)
-        observer.position = max(observer.position, len(tokens) - 1)
+        observer.position = max(observer.position, len(sample.tokens) - 1)
     return observer
 
 
@@ -109,7 +98,7 @@ def refuse_gaps(observer: Observer, excluded: Iterable[int] = ()) -> None:
 
 
 def export(
-    subject: Subject,
+    loaded: LoadedModel,
     observer: Observer,
     samples: Sequence[Sample],
     *,
@@ -122,7 +111,7 @@ def export(
 ) -> Artifact:
     """The artifact of what was observed. Raises Invalid as `refuse_gaps` does."""
     out = frozenset(excluded)
-    capacity.group_sizes(subject.caches, capacity.Choice(excluded=out))  # refuses layers that the model lacks
+    capacity.group_sizes(loaded.caches, capacity.Choice(excluded=out))  # refuses layers that the model lacks
     refuse_gaps(observer, out)
     scales = {
         key: choose(seen, granularity, rule, headroom, percent)
@@ -139,15 +128,15 @@ def export(
         "samples": len(samples),
         "tokens": sum(len(sample.tokens) for sample in samples),
         "mix": mix(samples)[:1000],
-        "tokenizer": subject.tokenizer,
+        "tokenizer": loaded.tokenizer,
         "clipped share": f"{clipped / max(1, elements):.3g}",
-        **({"model note": subject.note} if subject.note else {}),
+        **({"model note": loaded.note} if loaded.note else {}),
         **(report or {}),
     }
     form = PartFormat("e4m3fn", granularity)
     return Artifact(
-        subject.name,
-        subject.revision,
+        loaded.name,
+        loaded.revision,
         {"k": form, "v": form},
         rule,
         CODEC,
@@ -185,7 +174,7 @@ def statistics(observer: Observer, scales: Mapping[tuple[int, str], Vector]) -> 
 
 
 def sensitivity(
-    subject: Subject, artifact: Artifact, tokens: Sequence[int], step: Step | None = None
+    loaded: LoadedModel, artifact: Artifact, tokens: Sequence[int], step: Step | None = None
 ) -> dict[int, float]:
     """{layer: mean KL(native || native but for this layer)} over one text: what each layer's quantization alone
     costs."""
@@ -193,11 +182,11 @@ def sensitivity(
     layers = sorted({layer for layer, _ in scales})
     kinds = {part: form.granularity for part, form in artifact.parts.items()}
     text = torch.tensor(tokens)
-    base = _log_probabilities(subject, text, None)
+    base = _log_probabilities(loaded, text, None)
     found = {}
     for done, layer in enumerate(layers, 1):
-        others = frozenset(index for index, _, _ in layers_of(subject.caches) if index != layer)
-        quantized = _log_probabilities(subject, text, Scheme("one layer", kinds["k"], kinds["v"], scales, others))
+        others = frozenset(other.index for other in loaded.caches.kv_layers() if other.index != layer)
+        quantized = _log_probabilities(loaded, text, Scheme("one layer", kinds["k"], kinds["v"], scales, others))
         found[layer] = float((base.exp() * (base - quantized)).sum(dim=-1).mean())
         if step is not None:
             step(done, len(layers))
@@ -219,11 +208,6 @@ def sensitivity_report(costs: Mapping[int, float]) -> dict[str, str | int]:
     return {f"sensitivity.{layer}": f32_hex(cost) for layer, cost in sorted(costs.items())}
 
 
-def _log_probabilities(subject: Subject, tokens: torch.Tensor, scheme: Scheme | None) -> torch.Tensor:
-    cache = Quantizer(scheme).attach(fresh_cache(subject), [index for index, _, _ in layers_of(subject.caches)])
-    return torch.cat(
-        [
-            forward(subject.model, tokens[at : at + CHUNK], cache).float().log_softmax(-1)
-            for at in range(0, len(tokens), CHUNK)
-        ]
-    )
+def _log_probabilities(loaded: LoadedModel, tokens: torch.Tensor, scheme: Scheme | None) -> torch.Tensor:
+    passes = loaded.passes(tokens, Quantizer(scheme).new_cache(loaded))
+    return torch.cat([logits.float().log_softmax(-1) for logits in passes])

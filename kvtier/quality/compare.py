@@ -10,16 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvtier.quality.calibrate import CHUNK, fresh_cache
+from kvtier.quality.loaded_model import CHUNK, LoadedModel
 from kvtier.quality.schemes import Quantizer, Scheme, Tally
-from kvtier.quality.subject import Subject, forward
-from kvtier.quality.unit import layers_of
 
 EDGES = (0, 512, 2048, 4096, 8192, 16384, 32768, 65536, 131072)  # positions that begin a bucket
 
@@ -27,28 +24,9 @@ Step = Callable[[int, int], None]
 Trace = NDArray[np.float32]
 
 # 97.5 % points of Student's t for 1, 2, ... degrees of freedom: a sequence or two give wide intervals, as they should.
-_T = (
-    12.706,
-    4.303,
-    3.182,
-    2.776,
-    2.571,
-    2.447,
-    2.365,
-    2.306,
-    2.262,
-    2.228,
-    2.201,
-    2.179,
-    2.160,
-    2.145,
-    2.131,
-    2.120,
-    2.110,
-    2.101,
-    2.093,
-    2.086,
-)
+_POINTS = """12.706 4.303 3.182 2.776 2.571 2.447 2.365 2.306 2.262 2.228 2.201 2.179 2.160 2.145
+2.131 2.120 2.110 2.101 2.093 2.086"""
+_T = tuple(map(float, _POINTS.split()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,27 +91,23 @@ def interval(values: Sequence[float]) -> Interval | None:
 
 
 def compare(
-    subject: Subject, sequences: Sequence[Sequence[int]], schemes: Sequence[Scheme], step: Step | None = None
+    loaded: LoadedModel, sequences: Sequence[Sequence[int]], schemes: Sequence[Scheme], step: Step | None = None
 ) -> list[Result]:
     """Runs every sequence natively and under each scheme, chunk by chunk. Position i predicts token i + 1."""
     results = [Result(scheme) for scheme in schemes]
-    layers = [index for index, _, _ in layers_of(subject.caches)]
     total, done = sum(len(sequence) - 1 for sequence in sequences), 0
     for sequence in sequences:
         tokens = torch.tensor(sequence)
         quantizers = [Quantizer(scheme) for scheme in schemes]
-        native, caches = (
-            fresh_cache(subject),
-            [quantizer.attach(fresh_cache(subject), layers) for quantizer in quantizers],
-        )
+        native, caches = loaded.empty_cache(), [quantizer.new_cache(loaded) for quantizer in quantizers]
         rows: list[list[list[torch.Tensor]]] = [[[], [], [], []] for _ in schemes]
         for at in range(0, len(tokens) - 1, CHUNK):
             piece = tokens[at : min(at + CHUNK, len(tokens) - 1)]
-            base = forward(subject.model, piece, native).float().log_softmax(-1)
+            base = loaded.logits(piece, native).float().log_softmax(-1)
             targets = tokens[at + 1 : at + 1 + len(piece)].to(base.device)
             native_nll = -base.gather(1, targets[:, None])[:, 0]
             for cache, row in zip(caches, rows, strict=True):
-                other = forward(subject.model, piece, cache).float().log_softmax(-1)
+                other = loaded.logits(piece, cache).float().log_softmax(-1)
                 row[0].append((base.exp() * (base - other)).sum(-1))
                 row[1].append(-other.gather(1, targets[:, None])[:, 0])
                 row[2].append(native_nll)
@@ -148,58 +122,7 @@ def compare(
     return results
 
 
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """A continuation scored after a context: mean negative log-likelihood per token, share of tokens that are the first
-    choice, whether all are."""
-
-    nll: float
-    correct: float
-    exact: bool
-
-
-def score(
-    subject: Subject,
-    context: Sequence[int],
-    queries: Sequence[tuple[Sequence[int], Sequence[int]]],
-    schemes: Sequence[Scheme | None],
-) -> list[list[Scored]]:
-    """Per scheme (None: native) and query (cue, answer): how well the answer's tokens are predicted after context and
-    cue. The context is read once; each query sees the context alone."""
-    from kvtier.quality.schemes import restore_state, save_state
-
-    layers = [index for index, _, _ in layers_of(subject.caches)]
-    found = []
-    for scheme in schemes:
-        cache: Any = Quantizer(scheme).attach(fresh_cache(subject), layers)
-        tokens = torch.tensor(list(context))
-        for at in range(0, len(tokens), CHUNK):
-            forward(subject.model, tokens[at : at + CHUNK], cache)
-        state = save_state(cache)
-        scored = []
-        for cue, answer in queries:
-            restore_state(cache, state)
-            logits = (
-                forward(subject.model, torch.tensor([*cue, *answer[:-1]]), cache)[len(cue) - 1 :]
-                .float()
-                .log_softmax(-1)
-            )
-            targets = torch.tensor(list(answer), device=logits.device)
-            right = logits.argmax(-1) == targets
-            scored.append(
-                Scored(
-                    float(-logits.gather(1, targets[:, None]).mean()), float(right.float().mean()), bool(right.all())
-                )
-            )
-        found.append(scored)
-    return found
-
-
 def _merge(into: dict[tuple[int, str], Tally], more: dict[tuple[int, str], Tally]) -> None:
     for key, tally in more.items():
-        own = into.setdefault(key, Tally())
-        own.elements += tally.elements
-        own.clipped += tally.clipped
-        own.nonfinite += tally.nonfinite
         if tally.amax is not None:
-            own.amax = tally.amax if own.amax is None else np.maximum(own.amax, tally.amax)
+            into.setdefault(key, Tally()).add(tally.elements, tally.clipped, tally.nonfinite, tally.amax)

@@ -16,11 +16,11 @@ from kvtier.format.artifact import Artifact
 from kvtier.format.layout import Group, Layer, Layout, Part
 from kvtier.models.advice import Advice, guard, uncalibrated
 from kvtier.models.model_config import ModelCaches
-from kvtier.quality import calibrate, compare, standard, tasks, texts, twin, unit
+from kvtier.quality import calibrate, compare, outlier_twin, retrieval, standard_schemes, tasks, texts
 from kvtier.quality.compare import Result
-from kvtier.quality.data import Sample
+from kvtier.quality.loaded_model import LoadedModel
 from kvtier.quality.schemes import BLOCK, Scheme
-from kvtier.quality.subject import Subject
+from kvtier.quality.texts import Sample
 
 # Nats of KL per token. On SmolLM2-135M calibrated schemes stay below 0.03 up to 4,096 tokens; 0.1 already costs 10 % of
 # perplexity.
@@ -57,10 +57,10 @@ class Verdict:
 class Evaluation:
     """Everything that was found; `report` writes it."""
 
-    subject: Subject
+    loaded: LoadedModel
     settings: dict[str, Any]
     cells: list[Cell] = field(default_factory=list)
-    retrievals: list[tasks.Retrieval] = field(default_factory=list)
+    retrievals: list[retrieval.Retrieval] = field(default_factory=list)
     answered: list[tasks.TaskAnswers] = field(default_factory=list)
     answers: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[Advice] = field(default_factory=list)
@@ -75,7 +75,7 @@ class Evaluation:
 class EvaluationSettings:
     """What to run.
 
-    schemes      names of `standard`; an artifact stands before them
+    schemes      names of `standard_schemes`; an artifact stands before them
     lengths      context lengths; `sequences` pieces of each length and text
     factor       of the outlier twin, which is run at the first length; 0 for none
     without      layers that are each left native once, beside the first static scheme
@@ -83,7 +83,7 @@ class EvaluationSettings:
     temperature  of free-running answers, 0 for greedy; seed for it and for what is drawn
     """
 
-    schemes: tuple[str, ...] = standard.NAMES
+    schemes: tuple[str, ...] = standard_schemes.NAMES
     lengths: tuple[int, ...] = (512, 2048)
     sequences: int = 2
     factor: int = 512
@@ -95,7 +95,7 @@ class EvaluationSettings:
 
 
 def run(
-    subject: Subject,
+    loaded: LoadedModel,
     settings: EvaluationSettings,
     calibration: Sequence[Sample],
     evaluation: Callable[[int, int], list[Sample]],
@@ -106,27 +106,27 @@ def run(
     """Runs everything. `evaluation(length, number)` gives texts that the calibration did not see. Without an artifact,
     and on the twin, scales come from `calibration`. Raises Invalid for an artifact of another model."""
     tell = step or (lambda *_: None)
-    if artifact is not None and artifact.revision != subject.revision:
-        raise Invalid(f"the artifact belongs to revision {artifact.revision}, the model is {subject.revision}")
-    if max(settings.lengths) > subject.longest:
-        raise Invalid(f"the model sees {subject.longest} tokens, not {max(settings.lengths)}")
+    if artifact is not None and artifact.revision != loaded.revision:
+        raise Invalid(f"the artifact belongs to revision {artifact.revision}, the model is {loaded.revision}")
+    if max(settings.lengths) > loaded.longest:
+        raise Invalid(f"the model sees {loaded.longest} tokens, not {max(settings.lengths)}")
     made = Evaluation(
-        subject, {"schemes": ", ".join(settings.schemes), "lengths": settings.lengths, "sequences": settings.sequences}
+        loaded, {"schemes": ", ".join(settings.schemes), "lengths": settings.lengths, "sequences": settings.sequences}
     )
-    natural = _schemes(subject, settings, calibration, artifact, tell)
+    natural = _schemes(loaded, settings, calibration, artifact, tell)
     made.warnings += _warnings(artifact, natural, calibration, max(settings.lengths))
     made.bytes_per_token = {
-        scheme.name: bytes_per_token(subject.caches, scheme)
+        scheme.name: bytes_per_token(loaded.caches, scheme)
         for scheme in natural
         if not scheme.k.startswith(("bf16", "channel-s"))
     }
-    made.cells += _cells(subject, "natural", settings, settings.lengths, natural, evaluation, tell)
+    made.cells += _cells(loaded, "natural", settings, settings.lengths, natural, evaluation, tell)
     if settings.passages:
-        _retrieve(subject, settings, natural, evaluation, made, tell)
+        _retrieve(loaded, settings, natural, evaluation, made, tell)
     if asked:
         shown = [None, *(scheme for scheme in natural if not scheme.k.startswith("channel-s"))]
         made.answered, made.answers = tasks.answer_all(
-            subject,
+            loaded,
             asked,
             shown,
             temperature=settings.temperature,
@@ -134,10 +134,10 @@ def run(
             step=lambda done, total: tell("answers", done, total),
         )
     if settings.factor:
-        with twin.outliers(subject, settings.factor, settings.seed):
-            schemes = _schemes(subject, replace(settings, without=()), calibration, None, tell)
+        with outlier_twin.outliers(loaded, settings.factor, settings.seed):
+            schemes = _schemes(loaded, replace(settings, without=()), calibration, None, tell)
             made.cells += _cells(
-                subject, f"twin {settings.factor}", settings, settings.lengths[:1], schemes, evaluation, tell
+                loaded, f"twin {settings.factor}", settings, settings.lengths[:1], schemes, evaluation, tell
             )
     return made
 
@@ -200,18 +200,24 @@ def _mean(result: Result) -> float:
 
 
 def _schemes(
-    subject: Subject, settings: EvaluationSettings, calibration: Sequence[Sample], artifact: Artifact | None, tell: Step
+    loaded: LoadedModel,
+    settings: EvaluationSettings,
+    calibration: Sequence[Sample],
+    artifact: Artifact | None,
+    tell: Step,
 ) -> list[Scheme]:
     if artifact is not None:
         lacking = {"channel-static"} | (
             {"head"} if any(form.granularity != "head" for form in artifact.parts.values()) else set()
         )
-        schemes = standard.from_scales(tuple(name for name in settings.schemes if name not in lacking), artifact)
+        schemes = standard_schemes.from_scales(
+            tuple(name for name in settings.schemes if name not in lacking), artifact
+        )
     else:
-        observer = calibrate.observe(subject, calibration, lambda done, total: tell("calibrate", done, total))
+        observer = calibrate.observe(loaded, calibration, lambda done, total: tell("calibrate", done, total))
         calibrate.refuse_gaps(observer)
-        schemes = standard.from_observer(settings.schemes, observer)
-    windows = unit.windows(subject.caches)  # whose blocks are not kept whole
+        schemes = standard_schemes.from_observer(settings.schemes, observer)
+    windows = loaded.caches.windowed  # whose blocks are not kept whole
     schemes = [
         replace(scheme, excluded=scheme.excluded | windows) if scheme.whole_blocks else scheme for scheme in schemes
     ]
@@ -225,7 +231,7 @@ def _schemes(
 
 
 def _cells(
-    subject: Subject,
+    loaded: LoadedModel,
     model: str,
     settings: EvaluationSettings,
     lengths: Sequence[int],
@@ -239,12 +245,12 @@ def _cells(
         for text in dict.fromkeys(sample.stratum for sample in samples):
             sequences = [sample.tokens for sample in samples if sample.stratum == text]
             what = f"{model}, {text}, {length:,} tokens"
-            cells.append(Cell(model, text, length, compare.compare(subject, sequences, schemes, partial(tell, what))))
+            cells.append(Cell(model, text, length, compare.compare(loaded, sequences, schemes, partial(tell, what))))
     return cells
 
 
 def _retrieve(
-    subject: Subject,
+    loaded: LoadedModel,
     settings: EvaluationSettings,
     schemes: Sequence[Scheme],
     evaluation: Callable[[int, int], list[Sample]],
@@ -257,21 +263,21 @@ def _retrieve(
     vocabulary = sorted(
         {
             word
-            for word in texts.evaluation().split()
+            for word in texts.evaluation_text().split()
             if word.isascii() and word.isalpha() and word.islower() and 3 < len(word) < 10
         }
     )
-    words, newline = [subject.encode(f" {word}") for word in vocabulary], subject.encode("\n\n")
+    words, newline = [loaded.encode(f" {word}") for word in vocabulary], loaded.encode("\n\n")
     copies = [
-        tasks.copies(newline, text, words, len(text), settings.passages, settings.seed + i)
+        retrieval.copies(newline, text, words, len(text), settings.passages, settings.seed + i)
         for i, text in enumerate(filler)
     ]
     hidden = [
-        tasks.needles(subject.encode, text, len(text), settings.passages, settings.seed + i)
+        retrieval.needles(loaded.encode, text, len(text), settings.passages, settings.seed + i)
         for i, text in enumerate(filler)
     ]
     for kind, contexts in (("copy", copies), ("needles", hidden)):
-        made.retrievals += tasks.retrieval(subject, kind, contexts, [None, *schemes], partial(tell, kind))
+        made.retrievals += retrieval.measure(loaded, kind, contexts, [None, *schemes], partial(tell, kind))
 
 
 def _warnings(

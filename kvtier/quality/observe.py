@@ -16,6 +16,7 @@ from kvtier_kernels.reference import FP8_MAX, MAX_SCALE, MIN_SCALE, dequantize, 
 from numpy.typing import NDArray
 
 from kvtier.errors import Invalid
+from kvtier.models.model_config import LayerCache
 
 LOW, HIGH, PER_OCTAVE = -40, 24, 32  # powers of two that the bins cover; what lies outside counts in the outermost
 BINS = (HIGH - LOW) * PER_OCTAVE
@@ -68,12 +69,11 @@ class Magnitudes:
 class Observer:
     """Watches the K and V that go into caches. `seen` has an entry for every layer it was told of, used or not."""
 
-    def __init__(self, layers: Iterable[tuple[int, int, tuple[int, ...]]]) -> None:
-        """`layers`: (index, heads, (width of K, width of V))."""
+    def __init__(self, layers: Iterable[LayerCache]) -> None:
         self.seen = {
-            (index, part): Magnitudes(heads, width)
-            for index, heads, widths in layers
-            for part, width in zip("kv", widths, strict=True)
+            (layer.index, part): Magnitudes(layer.heads, width)
+            for layer in layers
+            for part, width in zip("kv", layer.widths, strict=True)
         }
         self.position = -1  # the largest that was seen
 

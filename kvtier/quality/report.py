@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.quality.evaluate import BAD, DOUBTFUL, Evaluation
-from kvtier.quality.standard import MEANING
+from kvtier.quality.standard_schemes import MEANING
 
 FILES = ("report.md", "comparison.csv", "layers.csv", "retrieval.csv", "answers.csv")
 
@@ -30,11 +30,11 @@ def write(made: Evaluation, directory: Path) -> list[Path]:
 
 def markdown(made: Evaluation, plots: Sequence[str] = ()) -> str:
     """The report as one text: the verdict first."""
-    subject = made.subject
+    loaded = made.loaded
     lines = [
-        f"# Quality of quantized KV: {subject.name}",
+        f"# Quality of quantized KV: {loaded.name}",
         "",
-        f"Revision `{subject.revision}`." + (f" {subject.note}." if subject.note else ""),
+        f"Revision `{loaded.revision}`." + (f" {loaded.note}." if loaded.note else ""),
         "",
     ]
     lines += [

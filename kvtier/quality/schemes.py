@@ -18,6 +18,7 @@ from kvtier_kernels.reference import dequantize, quantize
 from kvtier.errors import Invalid
 from kvtier.format.artifact import Artifact
 from kvtier.format.layout import DYNAMIC, STATIC
+from kvtier.quality.loaded_model import LoadedModel
 
 BLOCK = 16  # tokens of an engine block
 WHOLE = frozenset(("block-head", "channel"))  # granularities that need a block's tokens together
@@ -34,6 +35,13 @@ class Tally:
     clipped: int = 0
     nonfinite: int = 0
     amax: np.ndarray[Any, np.dtype[np.float32]] | None = None
+
+    def add(self, elements: int, clipped: int, nonfinite: int, amax: np.ndarray[Any, np.dtype[np.float32]]) -> None:
+        """Counts more of the same part."""
+        self.elements += elements
+        self.clipped += clipped
+        self.nonfinite += nonfinite
+        self.amax = amax if self.amax is None else np.maximum(self.amax, amax)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +75,6 @@ class Scheme:
         return bool(self.scales) and all(bool((values == 1.0).all()) for values in self.scales.values())
 
 
-def native() -> Scheme | None:
-    """The baseline: nothing is done."""
-    return None
-
-
 def from_artifact(artifact: Artifact, name: str = "artifact") -> Scheme:
     """The scheme that an artifact describes."""
     formats = {part: form.granularity for part, form in artifact.parts.items()}
@@ -87,6 +90,10 @@ class Quantizer:
     def __init__(self, scheme: Scheme | None) -> None:
         self.scheme = scheme
         self.tallies: dict[tuple[int, str], Tally] = {}
+
+    def new_cache(self, loaded: LoadedModel) -> Any:
+        """An empty cache of this model with the scheme in all its layers that keep K and V."""
+        return self.attach(loaded.empty_cache(), [layer.index for layer in loaded.caches.kv_layers()])
 
     def attach(self, cache: Any, layers: Iterable[int]) -> Any:
         """Changes the `update` of these layers of a transformers cache; returns the cache. Raises Invalid for a cache
@@ -151,23 +158,7 @@ class Quantizer:
             channels = None
         blocks = given.shape[1] // self.scheme.block if granularity in WHOLE else 1
         found = quantize(given, granularity, static, engine_blocks=blocks)
-        tally.elements += given.numel()
-        tally.clipped += int(found.counts.clipped.sum())
-        tally.nonfinite += int(found.counts.nonfinite.sum())
-        amax = found.counts.amax.cpu().numpy()
-        tally.amax = amax if tally.amax is None else np.maximum(tally.amax, amax)
+        clipped, nonfinite = (int(each.sum()) for each in (found.counts.clipped, found.counts.nonfinite))
+        tally.add(given.numel(), clipped, nonfinite, found.counts.amax.cpu().numpy())
         decoded = dequantize(found.codes, found.scales, granularity)
         return (decoded if channels is None else decoded * channels[:, None, :]).to(x.dtype)[None]
-
-
-def save_state(cache: Any) -> list[dict[str, Any]]:
-    """What a cache holds now, without copying: `restore_state` brings it back there, as often as asked."""
-    return [dict(layer.__dict__) for layer in cache.layers]
-
-
-def restore_state(cache: Any, state: list[dict[str, Any]]) -> None:
-    """Undoes whatever came after `save_state`. Tensors are replaced by updates, never written into, so the old ones are
-    whole."""
-    for layer, held in zip(cache.layers, state, strict=True):
-        layer.__dict__.clear()
-        layer.__dict__.update(held)

@@ -1,15 +1,11 @@
-"""What an average perplexity hides: copying from far back, needles in many documents, JSON and tool calls, repetition,
-and a user's own tasks.
+"""Free-running answers: JSON and tool calls, repetition, and a user's own tasks.
 
-Retrieval is scored teacher-forced (how likely is the right answer), which separates schemes even where the model is too
-weak to answer. Free-running answers are made with the same prompts, seed and sampling for every scheme; their checkers
-decide."""
+They are made with the same prompts, seed and sampling for every scheme; their checkers decide."""
 
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,18 +14,13 @@ import torch
 
 from kvtier.errors import Invalid
 from kvtier.format.tensors import read_whole
-from kvtier.quality.calibrate import CHUNK, fresh_cache
-from kvtier.quality.checkers import valid_json, validate
-from kvtier.quality.compare import Interval, Scored, interval, score
+from kvtier.quality.checkers import check, valid_json, validate
+from kvtier.quality.compare import Step
+from kvtier.quality.loaded_model import LoadedModel
 from kvtier.quality.schemes import Quantizer, Scheme
-from kvtier.quality.subject import Subject, forward
-from kvtier.quality.unit import layers_of
 
-PASSAGE, CUE = 28, 8  # tokens of a hidden passage, and of its beginning that the question repeats
 MAX_FILE_BYTES = 64 * 2**20
 MAX_TASKS = 10_000
-
-Step = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +32,6 @@ class Task:
     checker: dict[str, Any]
     max_tokens: int = 64
     stratum: str = "tasks"
-
-
-@dataclass(frozen=True, slots=True)
-class Retrieval:
-    """One scheme on one kind of retrieval: over contexts, mean answer NLL per token, share of right tokens, share of
-    answers right as a whole."""
-
-    kind: str
-    scheme: str
-    nll: Interval
-    correct: Interval
-    exact: Interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,114 +48,34 @@ class TaskAnswers:
     same_tokens: float
 
 
-def copies(
-    newline: Sequence[int], filler: Sequence[int], words: Sequence[Sequence[int]], length: int, passages: int, seed: int
-) -> tuple[list[int], list[tuple[Any, Any]]]:
-    """A context of `length` tokens with passages of shuffled words hidden in filler, and (cue, answer) of each:
-    long-range copy. `words` are many, so that hardly one stands in two passages: else the beginning of a passage does
-    not say how it goes on."""
-    chance = random.Random(seed)
-    made = []
-    for _ in range(passages):
-        ids: list[int] = list(newline)
-        while len(ids) < PASSAGE:
-            ids += [token for word in chance.sample(list(words), min(PASSAGE, len(words))) for token in word]
-        made.append(ids[:PASSAGE])
-    return _hide(list(filler), [[*ids, *newline] for ids in made], length, chance), [
-        (ids[:CUE], ids[CUE:]) for ids in made
-    ]
-
-
-def needles(
-    encode: Callable[[str], list[int]], filler: Sequence[int], length: int, count: int, seed: int
-) -> tuple[list[int], list[tuple[list[int], list[int]]]]:
-    """A context of documents with one fact in each, and (question, answer) of each: several needles."""
-    chance = random.Random(seed)
-    cities = [
-        "Oslo",
-        "Lima",
-        "Cairo",
-        "Perth",
-        "Quito",
-        "Turin",
-        "Dakar",
-        "Kyoto",
-        "Sofia",
-        "Minsk",
-        "Accra",
-        "Hanoi",
-        "Riga",
-        "Leeds",
-        "Tunis",
-        "Ghent",
-    ]
-    chosen = chance.sample(cities, min(count, len(cities)))
-    codes = {city: f"{chance.randrange(10_000, 99_999)}" for city in chosen}
-    facts = [
-        encode(f"\n\nNote: the access code of the office in {city} is {code}.\n\n") for city, code in codes.items()
-    ]
-    context = _hide(list(filler), facts, length, chance)
-    return context, [
-        (
-            encode(f"\n\nQuestion: what is the access code of the office in {city}?\nAnswer: it is"),
-            encode(f" {codes[city]}"),
-        )
-        for city in chosen
-    ]
-
-
-def retrieval(
-    subject: Subject,
-    kind: str,
-    contexts: Sequence[tuple[list[int], list[tuple[Any, Any]]]],
-    schemes: Sequence[Scheme | None],
-    step: Step | None = None,
-) -> list[Retrieval]:
-    """Scores every scheme (None: native) over contexts; intervals are over contexts."""
-    per_scheme: list[list[list[Scored]]] = [[] for _ in schemes]
-    for done, (context, queries) in enumerate(contexts, 1):
-        for mine, scored in zip(per_scheme, score(subject, context, queries, schemes), strict=True):
-            mine.append(scored)
-        if step is not None:
-            step(done, len(contexts))
-    found = []
-    for scheme, runs in zip(schemes, per_scheme, strict=True):
-        nll, correct, exact = (
-            [sum(getattr(s, name) for s in run) / len(run) for run in runs] for name in ("nll", "correct", "exact")
-        )
-        intervals = [interval(values) for values in (nll, correct, exact)]
-        assert all(one is not None for one in intervals)
-        found.append(Retrieval(kind, "native" if scheme is None else scheme.name, *intervals))  # type: ignore[arg-type]
-    return found
-
-
 def generate(
-    subject: Subject, prompt: Sequence[int], scheme: Scheme | None, most: int, temperature: float = 0.0, seed: int = 0
+    loaded: LoadedModel,
+    prompt: Sequence[int],
+    scheme: Scheme | None,
+    most: int,
+    temperature: float = 0.0,
+    seed: int = 0,
 ) -> list[int]:
     """Up to `most` tokens after the prompt, greedy at temperature 0; the same seed draws the same random numbers
     whatever the scheme."""
-    cache = Quantizer(scheme).attach(fresh_cache(subject), [index for index, _, _ in layers_of(subject.caches)])
-    tokens, generator = torch.tensor(list(prompt)), torch.Generator().manual_seed(seed)
-    for at in range(0, len(tokens), CHUNK):
-        logits = forward(subject.model, tokens[at : at + CHUNK], cache)[-1].float().cpu()
+    cache, generator = Quantizer(scheme).new_cache(loaded), torch.Generator().manual_seed(seed)
+    for given in loaded.passes(torch.tensor(list(prompt)), cache):
+        logits = given[-1].float().cpu()
     answer: list[int] = []
     while True:
-        drawn = (
-            torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
-            if temperature > 0
-            else logits.argmax()
-        )
+        chances = (logits / temperature).softmax(-1) if temperature > 0 else None
+        drawn = logits.argmax() if chances is None else torch.multinomial(chances, 1, generator=generator)
         chosen = int(drawn)
-        if chosen in subject.end:
+        if chosen in loaded.end:
             return answer
         answer.append(chosen)
         if len(answer) == most:
             return answer
-        logits = forward(subject.model, torch.tensor([chosen]), cache)[-1].float().cpu()
+        logits = loaded.logits(torch.tensor([chosen]), cache)[-1].float().cpu()
 
 
 def answer_all(
-    subject: Subject,
+    loaded: LoadedModel,
     tasks: Sequence[Task],
     schemes: Sequence[Scheme | None],
     *,
@@ -186,17 +85,15 @@ def answer_all(
 ) -> tuple[list[TaskAnswers], list[dict[str, Any]]]:
     """Answers of every scheme to every task, by stratum; and each answer as a row. schemes[0] is what the others' first
     tokens are held against."""
-    from kvtier.quality.checkers import check
-
     rows: list[dict[str, Any]] = []
     done = 0
     for task in tasks:
-        prompt = subject.encode(subject.chat(task.prompt))
+        prompt = loaded.encode(loaded.chat(task.prompt))
         first: list[int] | None = None
         for scheme in schemes:
-            ids = generate(subject, prompt, scheme, task.max_tokens, temperature, seed)
+            ids = generate(loaded, prompt, scheme, task.max_tokens, temperature, seed)
             first = ids if first is None else first
-            text = subject.decode(ids)
+            text = loaded.decode(ids)
             same = next(
                 (i for i, (a, b) in enumerate(zip(first, ids, strict=False)) if a != b), min(len(first), len(ids))
             )
@@ -310,16 +207,3 @@ def built_in() -> list[Task]:
             "story", "Write a long story about a lighthouse.", {"kind": "regex", "value": r"\w"}, 160, "long generation"
         ),
     ]
-
-
-def _hide(filler: list[int], pieces: Sequence[Sequence[int]], length: int, chance: random.Random) -> list[int]:
-    """Filler cut to what is left of `length`, with the pieces at random places."""
-    budget = length - sum(map(len, pieces))
-    if budget < 16 or len(filler) < budget:
-        raise Invalid(f"{length} tokens are too few for what is to be hidden in them, or the filler is too short")
-    cuts = sorted(chance.randrange(8, budget) for _ in pieces)
-    context, at = [], 0
-    for cut, piece in zip(cuts, pieces, strict=True):
-        context += [*filler[at:cut], *piece]
-        at = cut
-    return context + filler[at:budget]

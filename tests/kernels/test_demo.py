@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 @pytest.mark.timeout(600)
 def test_the_demo_gives_the_same_answers_through_the_kernels(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "kvtier.quality.demo.driver", "--attention", "kernels", "--json", str(figures)]
+    command = [sys.executable, "-m", "kvtier.quality.demo", "--attention", "kernels", "--json", str(figures)]
     command += [
         "--prompt",
         "96",

@@ -48,7 +48,7 @@ def test_the_driver_needs_no_torch() -> None:
 
 
 def test_calibration_and_evaluation_share_no_text() -> None:
-    calibration, evaluation = texts.calibration(), texts.evaluation()
+    calibration, evaluation = texts.calibration_text(), texts.evaluation_text()
     assert min(len(calibration), len(evaluation)) > 60_000
     sentences = [{" ".join(p.split()) for p in text.split("\n\n")} for text in (calibration, evaluation)]
     assert not sentences[0] & sentences[1]
@@ -110,7 +110,7 @@ def test_one_figure_that_does_not_hold_breaks_exactly_its_promise(path: tuple[st
 
 def demo(*arguments: str, timeout: float = 280) -> subprocess.CompletedProcess[str]:
     """One run; if it hangs, everything that it started is killed with it."""
-    command = [sys.executable, "-m", "kvtier.quality.demo.driver", *arguments]
+    command = [sys.executable, "-m", "kvtier.quality.demo", *arguments]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
@@ -176,7 +176,7 @@ def test_the_model_predicts_as_it_should_and_a_continuation_equals_one_pass() ->
     # LlamaForCausalLM of transformers 5.24.0 with these weights and KV in f32 says 10.6325; bf16 KV moves it a little.
     assert perplexity == pytest.approx(10.6325, rel=0.02)
 
-    tokens = torch.tensor(model.encode(texts.evaluation())[:200])
+    tokens = torch.tensor(model.encode(texts.evaluation_text())[:200])
     whole = model.run(tokens, 0, Prefill(), 72)
     first = Prefill()
     model.run(tokens[:128], 0, first)

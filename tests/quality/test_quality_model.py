@@ -20,15 +20,15 @@ from kvtier.models.advice import guard  # noqa: E402
 from kvtier.quality import (  # noqa: E402
     calibrate,
     compare,
+    outlier_twin,
     report,
     smollm,
-    standard,
+    standard_schemes,
     texts,
-    twin,
 )
-from kvtier.quality.data import Sample  # noqa: E402
 from kvtier.quality.evaluate import BAD, GOOD, Cell, Evaluation, judge  # noqa: E402
-from kvtier.quality.subject import SMOLLM, Subject, forward, load  # noqa: E402
+from kvtier.quality.loaded_model import SMOLLM, LoadedModel, load  # noqa: E402
+from kvtier.quality.texts import Sample  # noqa: E402
 
 FACTOR = 512
 LENGTH = 384
@@ -41,7 +41,7 @@ def plain() -> smollm.SmolLM:
 
 
 @pytest.fixture(scope="module")
-def subject(plain: smollm.SmolLM) -> Iterator[Subject]:
+def loaded(plain: smollm.SmolLM) -> Iterator[LoadedModel]:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     with pytest.MonkeyPatch.context() as patch:
@@ -51,14 +51,14 @@ def subject(plain: smollm.SmolLM) -> Iterator[Subject]:
 
 
 @pytest.fixture(scope="module")
-def found(subject: Subject, tmp_path_factory: pytest.TempPathFactory) -> tuple[Evaluation, str]:
+def found(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> tuple[Evaluation, str]:
     """The twin, calibrated on one text, compared on another; and its report."""
-    calibration = [Sample("manual", tuple(subject.encode(texts.calibration())[:LENGTH]))]
-    tokens = subject.encode(texts.evaluation())[20_000 : 20_000 + LENGTH + 1]
-    with twin.outliers(subject, FACTOR):
-        schemes = standard.from_observer(("one", "head"), calibrate.observe(subject, calibration))
+    calibration = [Sample("manual", tuple(loaded.encode(texts.calibration_text())[:LENGTH]))]
+    tokens = loaded.encode(texts.evaluation_text())[20_000 : 20_000 + LENGTH + 1]
+    with outlier_twin.outliers(loaded, FACTOR):
+        schemes = standard_schemes.from_observer(("one", "head"), calibrate.observe(loaded, calibration))
         made = Evaluation(
-            subject, {}, [Cell(f"twin {FACTOR}", "manual", LENGTH, compare.compare(subject, [tokens], schemes))]
+            loaded, {}, [Cell(f"twin {FACTOR}", "manual", LENGTH, compare.compare(loaded, [tokens], schemes))]
         )
     files = report.write(made, tmp_path_factory.mktemp("report"))
     return made, Path(files[0]).read_text("utf-8")
@@ -83,23 +83,23 @@ def test_the_report_says_which_is_bad_without_being_told(found: tuple[Evaluation
     assert "4-bit weights, decoded to f32; not the original bf16 weights" in said
 
 
-def test_the_natural_model_and_its_twin_are_one_function(subject: Subject) -> None:
-    tokens = torch.tensor(subject.encode(texts.evaluation())[:48])
-    natural = forward(subject.model, tokens, calibrate.fresh_cache(subject))
-    with twin.outliers(subject, FACTOR):
-        twins = forward(subject.model, tokens, calibrate.fresh_cache(subject))
+def test_the_natural_model_and_its_twin_are_one_function(loaded: LoadedModel) -> None:
+    tokens = torch.tensor(loaded.encode(texts.evaluation_text())[:48])
+    natural = loaded.logits(tokens, loaded.empty_cache())
+    with outlier_twin.outliers(loaded, FACTOR):
+        twins = loaded.logits(tokens, loaded.empty_cache())
     assert torch.allclose(natural, twins, atol=1e-2)
 
 
-def test_scales_of_512_tokens_used_at_2048_are_warned_of(subject: Subject) -> None:
-    pieces = [Sample("manual", tuple(subject.encode(texts.calibration())[:512]))]
-    made = calibrate.export(subject, calibrate.observe(subject, pieces), pieces)
+def test_scales_of_512_tokens_used_at_2048_are_warned_of(loaded: LoadedModel) -> None:
+    pieces = [Sample("manual", tuple(loaded.encode(texts.calibration_text())[:512]))]
+    made = calibrate.export(loaded, calibrate.observe(loaded, pieces), pieces)
     assert made.calibrated_position == 511 and guard(made, 512) is None
     warning = guard(made, 2048)
     assert warning is not None and warning.found == "calibrated on 512 tokens, used up to 2,048"
 
 
-def test_both_forms_of_the_model_compute_the_same(subject: Subject, plain: smollm.SmolLM) -> None:
+def test_both_forms_of_the_model_compute_the_same(loaded: LoadedModel, plain: smollm.SmolLM) -> None:
     """transformers' Llama with the converted weights against the plain torch model that the demo runs."""
 
     def attend(layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -107,8 +107,8 @@ def test_both_forms_of_the_model_compute_the_same(subject: Subject, plain: smoll
             queries[None], keys[None], values[None], is_causal=True, enable_gqa=True
         )[0]
 
-    tokens = torch.tensor(subject.encode("The quick brown fox jumps over the lazy dog. " * 4)[:32])
+    tokens = torch.tensor(loaded.encode("The quick brown fox jumps over the lazy dog. " * 4)[:32])
     ours = plain.run(tokens, 0, attend, len(tokens))
-    theirs = forward(subject.model, tokens, calibrate.fresh_cache(subject))
+    theirs = loaded.logits(tokens, loaded.empty_cache())
     assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
     assert torch.allclose(ours, theirs, atol=1e-2, rtol=1e-3)

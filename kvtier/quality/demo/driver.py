@@ -1,7 +1,7 @@
 """The main job on real input: KV of a language model is stored as FP8, survives the death of its engine, and is
 attended to again.
 
-    python -m kvtier.quality.demo.driver [--json FILE] [--prompt N] [--positions N] [--block N] [--threads N]
+    python -m kvtier.quality.demo [--json FILE] [--prompt N] [--positions N] [--block N] [--threads N]
     [--attention reference|kernels]
 
 This driver imports no torch. It starts a daemon and two engine processes (`kvtier.quality.demo.engine`), kills the
@@ -312,26 +312,25 @@ def report(figures: dict[str, Any], console: Console) -> None:
     console.print(f"{figures['seconds']:.0f} s")
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options that the demo hands to its engines."""
+    parser.add_argument("--prompt", type=int, default=2000, help="tokens of the prompt (default 2000)")
+    said = "tokens after the prompt, each predicted from the ones before it (default 512)"
+    parser.add_argument("--positions", type=int, default=512, help=said)
+    parser.add_argument("--block", type=int, default=64, help="tokens of a block (default 64)")
+    threads = min(2, os.cpu_count() or 1)
+    parser.add_argument("--threads", type=int, default=threads, help="threads of an engine (default 2)")
+    said = "kernels: once more through Triton, and compare"
+    parser.add_argument("--attention", choices=("reference", "kernels"), default="reference", help=said)
+
+
 def main() -> int:
     """Entry point: 0 if every promise held."""
     parser = argparse.ArgumentParser(
-        prog="python -m kvtier.quality.demo.driver", description=(__doc__ or "").partition("\n\n")[0]
+        prog="python -m kvtier.quality.demo", description=(__doc__ or "").partition("\n\n")[0]
     )
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--prompt", type=int, default=2000, help="tokens of the prompt (default 2000)")
-    parser.add_argument(
-        "--positions", type=int, default=512, help="teacher-forced positions after the prompt (default 512)"
-    )
-    parser.add_argument("--block", type=int, default=64, help="tokens of a block (default 64)")
-    parser.add_argument(
-        "--threads", type=int, default=min(2, os.cpu_count() or 1), help="threads of an engine (default 2)"
-    )
-    parser.add_argument(
-        "--attention",
-        choices=("reference", "kernels"),
-        default="reference",
-        help="kernels: once more through Triton, and compare",
-    )
+    add_options(parser)
     arguments = parser.parse_args()
     console = Console() if sys.stdout.isatty() else Console(width=130)
     try:
@@ -343,7 +342,3 @@ def main() -> int:
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
     return 0 if all(figures["promises"].values()) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

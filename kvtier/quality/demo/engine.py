@@ -34,6 +34,7 @@ from kvtier.format.fingerprint import resolve_revision
 from kvtier.format.identity import CHAIN, Description, HashScheme, chain_hashes, f64_hex
 from kvtier.quality import smollm, texts
 from kvtier.quality.demo.block_io import read_tiles, write_block
+from kvtier.quality.demo.driver import CALL, add_options
 from kvtier.quality.drift import Drift
 from kvtier.quality.smollm import Attend, SmolLM, Step
 
@@ -43,7 +44,6 @@ HEADROOM = 2.0
 PASSAGES = 2  # of calibration text, each as long as the prompt, so that no stored position is beyond the calibration
 CONTROL = 20.0  # the factor on the scales that must destroy the answer
 LINGER = 300.0  # seconds that `store` waits to be killed
-CALL = 5.0  # deadline of one call, far above the default: on a busy machine a late answer must not look like a miss
 
 
 def emit(event: str, **values: Any) -> None:
@@ -96,7 +96,7 @@ def set_up(arguments: argparse.Namespace) -> Setup:
     path = smollm.find()
     model = smollm.load(path, progress("load the model"))
     wanted = arguments.prompt + arguments.positions
-    tokens = model.encode(texts.evaluation())[:wanted]
+    tokens = model.encode(texts.evaluation_text())[:wanted]
     if len(tokens) < wanted or wanted > model.shape.context:
         raise Invalid(
             f"prompt and positions are together at most {min(model.shape.context, len(tokens))} tokens, not {wanted}"
@@ -135,7 +135,7 @@ def prefill(setup: Setup, tokens: Sequence[int], what: str) -> list[tuple[torch.
 
 def calibrate(setup: Setup) -> Artifact:
     """Static scales per head from topics that the measured text does not contain."""
-    length, ids = setup.prompt, setup.model.encode(texts.calibration())
+    length, ids = setup.prompt, setup.model.encode(texts.calibration_text())
     amax: dict[tuple[int, str], torch.Tensor] = {}
     for i in range(PASSAGES):
         start = i * (len(ids) - length) // max(1, PASSAGES - 1)
@@ -351,18 +351,7 @@ def main() -> None:
     parser.add_argument(
         "--artifact", required=True, help="directory of the scales: `store` writes it, `restore` reads it"
     )
-    parser.add_argument("--prompt", type=int, default=2000, help="tokens of the prompt")
-    parser.add_argument(
-        "--positions", type=int, default=512, help="tokens after the prompt, each predicted from the ones before it"
-    )
-    parser.add_argument("--block", type=int, default=64, help="tokens of a block")
-    parser.add_argument("--threads", type=int, default=2, help="threads that torch may use")
-    parser.add_argument(
-        "--attention",
-        choices=("reference", "kernels"),
-        default="reference",
-        help="kernels: once more through Triton, and compare",
-    )
+    add_options(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     {"store": store, "restore": restore}[arguments.role](arguments)

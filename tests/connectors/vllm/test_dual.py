@@ -311,7 +311,7 @@ def test_a_real_model_is_as_good_as_the_format_promises(tmp_path: Path) -> None:
     from bench.vllm_restore import export
     from kvtier.quality import smollm, texts
 
-    ids = smollm.load().encode(texts.evaluation())[:2300]
+    ids = smollm.load().encode(texts.evaluation_text())[:2300]
     options: dict[str, Any] = {
         "block_size": 32,
         "max_model_len": 2400,

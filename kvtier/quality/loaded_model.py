@@ -1,4 +1,4 @@
-"""A causal model to be looked at: weights, tokenizer, name, exact revision, and what its layers cache.
+"""A causal model that is calibrated or evaluated: weights, tokenizer, name, exact revision, and what its layers cache.
 
 Loads local files only: a Hugging Face directory, or "smollm2", the model that comes as a Python package (4-bit weights,
 decoded: say so beside every figure). Runs in f32 unless told otherwise, so that what is measured is the KV format and
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,12 @@ from kvtier.models.model_config import DTYPES, ModelCaches, caches_of, read_cach
 from kvtier.quality import smollm
 
 SMOLLM = "smollm2"
+CHUNK = 256  # tokens of one pass: bounds the memory of the logits
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
-    """A loaded model. `encode` adds no special tokens; `end` are the ids that end an answer; `tokenizer` names the
+class LoadedModel:
+    """`encode` adds no special tokens; `end` are the ids that end an answer; `tokenizer` names the
     tokenizer for records."""
 
     model: Any
@@ -43,14 +44,32 @@ class Subject:
         """The longest context that the model was made for."""
         return self.caches.positions or 2**31
 
+    def empty_cache(self) -> Any:
+        """An empty cache of the kind the model uses."""
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self.model.config)
+
+    def logits(self, tokens: torch.Tensor, cache: Any) -> torch.Tensor:
+        """Logits [n, vocabulary] of `tokens` [n] that follow what `cache` holds, which grows by them."""
+        name = "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
+        with torch.inference_mode():
+            found = self.model(input_ids=tokens[None].to(self.model.device), use_cache=True, **{name: cache})
+        logits: torch.Tensor = found.logits[0]
+        return logits
+
+    def passes(self, tokens: torch.Tensor, cache: Any) -> Iterator[torch.Tensor]:
+        """The same in passes of at most CHUNK tokens: yields the logits of each."""
+        return (self.logits(tokens[at : at + CHUNK], cache) for at in range(0, len(tokens), CHUNK))
+
     def chat(self, question: str) -> str:
         """A question as the model's chat format has it; as it is where there is none."""
         template = getattr(self.model, "kvtier_chat", None)
         return template(question) if template else question
 
 
-def load(model: str, revision: str | None = None, dtype: str = "float32", device: str = "cpu") -> Subject:
-    """A subject from a directory or by name. Takes seconds to minutes. Raises Invalid for what is not there or not
+def load(model: str, revision: str | None = None, dtype: str = "float32", device: str = "cpu") -> LoadedModel:
+    """A model from a directory or by name. Takes seconds to minutes. Raises Invalid for what is not there or not
     understood."""
     if dtype not in DTYPES:
         raise Invalid(f"a model runs in {', '.join(DTYPES)}, not {dtype!r:.80}")
@@ -104,19 +123,11 @@ def of(
     end: frozenset[int] = frozenset(),
     note: str = "",
     dtype: str | None = None,
-) -> Subject:
-    """A subject around a causal model of transformers that is loaded already. `dtype` is the model's own, where it was
+) -> LoadedModel:
+    """The same around a causal model of transformers that is loaded already. `dtype` is the model's own, where it was
     loaded in another."""
     caches = caches_of({**model.config.to_dict(), **({"dtype": dtype} if dtype else {})}, name)
-    return Subject(model, encode, decode, name, revision, tokenizer, caches, end, note)
-
-
-def forward(model: Any, tokens: torch.Tensor, cache: Any) -> torch.Tensor:
-    """Logits [n, vocabulary] of `tokens` [n] that follow what `cache` holds, which grows by them."""
-    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-    with torch.inference_mode():
-        logits: torch.Tensor = model(input_ids=tokens[None].to(model.device), use_cache=True, **{name: cache}).logits[0]
-    return logits
+    return LoadedModel(model, encode, decode, name, revision, tokenizer, caches, end, note)
 
 
 def set_threads(number: int) -> None:
@@ -125,7 +136,7 @@ def set_threads(number: int) -> None:
         torch.set_num_threads(number)
 
 
-def _smollm(dtype: str, device: str) -> Subject:
+def _smollm(dtype: str, device: str) -> LoadedModel:
     path = smollm.find()
     made = smollm.load(path)
     name, revision = resolve_revision(str(path))

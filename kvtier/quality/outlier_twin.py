@@ -15,18 +15,18 @@ from typing import Any
 import torch
 
 from kvtier.errors import Invalid
-from kvtier.quality.subject import Subject
+from kvtier.quality.loaded_model import LoadedModel
 
 PAIRS, VALUES = 2, 2  # rotation pairs of K and channels of V that grow, per KV head
 
 
 @contextmanager
-def outliers(subject: Subject, factor: int, seed: int = 0) -> Iterator[None]:
+def outliers(loaded: LoadedModel, factor: int, seed: int = 0) -> Iterator[None]:
     """Within the block the model is its own twin. Raises Invalid for models whose projections are not four plain ones
     with full rotation."""
     if factor < 1 or factor & (factor - 1):
         raise Invalid(f"the factor must be a power of two, so that nothing is rounded, not {factor}")
-    plans = _plans(subject, seed)
+    plans = _plans(loaded, seed)
     try:
         _multiply(plans, float(factor))
         yield
@@ -34,14 +34,14 @@ def outliers(subject: Subject, factor: int, seed: int = 0) -> Iterator[None]:
         _multiply(plans, 1.0 / factor)
 
 
-def _plans(subject: Subject, seed: int) -> list[tuple[Any, list[int], list[int], list[int], list[int]]]:
+def _plans(loaded: LoadedModel, seed: int) -> list[tuple[Any, list[int], list[int], list[int], list[int]]]:
     """(attention, K rows, Q rows, V rows, columns of the output projection) of each layer."""
     generator = torch.Generator().manual_seed(seed)
-    config = subject.model.config
+    config = loaded.model.config
     queries, heads = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
     plans = []
-    for layer in subject.caches.cached:
-        attention = getattr(subject.model.model.layers[layer.index], "self_attn", None)
+    for layer in loaded.caches.cached:
+        attention = getattr(loaded.model.model.layers[layer.index], "self_attn", None)
         if attention is None or any(
             not isinstance(getattr(attention, f"{name}_proj", None), torch.nn.Linear) for name in "qkvo"
         ):

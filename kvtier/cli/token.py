@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from kvtier.cli import output
 from kvtier.cli.app import Common, command
@@ -17,12 +17,12 @@ from kvtier.server.access import issue
 @command()
 def token(
     common: Common,
-    name: Annotated[str, typer.Argument(help="Who will use it: for people and the log.")],
-    tenant: Annotated[str, typer.Argument(help="Whose blocks it reaches.")],
-    role: Annotated[str, typer.Argument(help="read, write or admin.")],
+    name: Annotated[str, Argument(help="Who will use it: for people and the log.")],
+    tenant: Annotated[str, Argument(help="Whose blocks it reaches.")],
+    role: Annotated[str, Argument(help="read, write or admin.")],
     file: Annotated[
         Path | None,
-        typer.Option("--file", help="Token file to add the line to; made with mode 600 if it is not there."),
+        Option("--file", help="Token file to add the line to; made with mode 600 if it is not there."),
     ] = None,
 ) -> Exit:
     """Make a token (256 random bits). Without --file the line for the token file is printed after it."""
