@@ -11,6 +11,7 @@ quantizing        BF16 and FP16 caches whose blocks become FP8 as they leave, on
 quantizing_gpu    the same on a GPU, by the Triton kernels
 ranks             one namespace out of what all ranks report
 lora              which weights an adapter's name means
+settings_checks   what all connectors' settings have in common
 counters          names of everything that connectors count
 objects           an engine's objects (LMCache's, vLLM's chunks) into slots and back
 object_naming     namespace, key and request context of an object

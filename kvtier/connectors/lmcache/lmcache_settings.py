@@ -8,10 +8,10 @@ from typing import Any
 
 from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
 
+from kvtier.connectors.common.settings_checks import check_names, socket_of
 from kvtier.errors import Invalid
 from kvtier.format.description_file import read_description
 from kvtier.format.identity import Description
-from kvtier.protocol.addresses import default_socket
 
 KNOWN = ("namespaces", "socket", "max_capacity_gb")
 MAX_MODELS = 64
@@ -32,8 +32,7 @@ class KvtierL2AdapterConfig(L2AdapterConfigBase):
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> KvtierL2AdapterConfig:
         """Out of `adapter_params`. Raises Invalid, saying what to write: above all where no namespace is given."""
-        if unknown := sorted(map(str, set(d) - set(KNOWN))):
-            raise Invalid(f"adapter_params has no setting {', '.join(unknown)[:200]}; there are {', '.join(KNOWN)}")
+        check_names("adapter_params", d, KNOWN)
         files = d.get("namespaces")
         if (
             not isinstance(files, Mapping)
@@ -42,15 +41,12 @@ class KvtierL2AdapterConfig(L2AdapterConfigBase):
         ):
             raise Invalid(
                 "kvtier does not store what has no identity: LMCache's key holds neither revision nor dtype nor "
-                "scales. Write "
-                '"namespaces": {"MODEL AS LMCACHE NAMES IT": "FILE"} with a file that '
+                'scales. Write "namespaces": {"MODEL AS LMCACHE NAMES IT": "FILE"} with a file that '
                 "`kvtier namespace MODEL --save FILE` has written"
             )
         if len(files) > MAX_MODELS:
             raise Invalid(f"namespaces has at most {MAX_MODELS} models, not {len(files)}")
-        socket = d.get("socket", str(default_socket()))
-        if not isinstance(socket, str) or not socket:
-            raise Invalid(f"socket is a path, not {socket!r:.80}")
+        socket = socket_of(d)
         capacity = d.get("max_capacity_gb", 0)
         if isinstance(capacity, bool) or not isinstance(capacity, int | float) or not 0 <= capacity < 2**33:
             raise Invalid(f"max_capacity_gb is a number from 0 on, not {capacity!r:.80}")

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from kvtier.connectors.common.settings_checks import check_choice, check_names, socket_of
 from kvtier.connectors.vllm.modes import MODES
 from kvtier.errors import Invalid
 from kvtier.format.layout import check_int
-from kvtier.protocol.addresses import default_socket
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,22 +46,16 @@ class VllmSettings:
             "fingerprint": ("sampled", "full"),
         }
         for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise Invalid(f"{name} is one of {', '.join(allowed)}, not {getattr(self, name)!r:.80}")
+            check_choice(name, getattr(self, name), allowed)
         check_int("save_bytes_per_second", self.save_bytes_per_second, 0, 2**62)
         check_int("engine_blocks", self.engine_blocks, 1, 4096)
-        if not isinstance(self.socket, str) or not self.socket:
-            raise Invalid(f"socket is a path, not {self.socket!r:.80}")
 
 
 def read(extra: Mapping[str, Any], load_failure_policy: str) -> VllmSettings:
     """Settings from vLLM's extra config. Raises Invalid, also for vLLM's default failure policy."""
     known = [field.name for field in fields(VllmSettings)]
-    if unknown := sorted(map(str, set(extra) - set(known))):
-        raise Invalid(
-            f"kv_connector_extra_config has no setting {', '.join(unknown)[:200]}; there are {', '.join(known)}"
-        )
-    settings = VllmSettings(**{"socket": str(default_socket()), **extra})
+    check_names("kv_connector_extra_config", extra, known)
+    settings = VllmSettings(**{**extra, "socket": socket_of(extra)})
     if load_failure_policy != "recompute" and settings.fail_policy != "accept":
         raise Invalid(
             f"kv_load_failure_policy is {load_failure_policy!r} (vLLM's default): a block that was lost would end its "

@@ -51,7 +51,6 @@ FORM = form_of([SHAPE, SCALES], [E4M3, FP32])
 
 def base(scale: float = 0.05, **fields: object) -> Description:
     scales = {f"{layer}.{part}": f32_hex(scale) * 8 for layer in range(4) for part in "kv"}
-    # Type: ignore[arg-type]
     return description(layout=attention(4, 8, 64, engine_tokens=16), rule="checkpoint", scales=scales, **fields)
 
 
@@ -91,7 +90,6 @@ def test_any_dtype_shape_or_order_changes_the_namespace() -> None:
     ids=lambda changed: next(iter(changed)),
 )
 def test_any_field_of_the_description_changes_the_namespace(changed: dict[str, object]) -> None:
-    # Type: ignore[arg-type]
     assert Space(base(**changed), FORM).registered.digest != Space(base(), FORM).registered.digest
 
 

@@ -228,12 +228,8 @@ def test_new_weights_under_an_adapters_old_name_are_a_miss(tiny: Path, tmp_path:
             and found["tokens"] == second.run(tokens, lora=lora, skip=True)["tokens"] != local["tokens"]
         )
         settle(second)
-        adapter(
-            path,
-            3,
-            # Beneath the running engine, which goes on with what it has loaded: nobody can tell any more, so nothing is
-            # stored
-        )
+        # Beneath the running engine, which goes on with what it has loaded: what it computes has no known identity.
+        adapter(path, 3)
         known = daemon.status()["known_blocks"]
         second.run(prompt(11), lora=lora)
         settle(second)

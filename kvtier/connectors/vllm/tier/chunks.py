@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.connectors.common.object_naming import ObjectForm, Space, readable
+from kvtier.connectors.common.settings_checks import check_choice, check_names, socket_of
 from kvtier.errors import Invalid
 from kvtier.format.description_file import read_description
 from kvtier.format.fingerprint import resolve_revision
 from kvtier.format.identity import Description, HashScheme, canonical_json
 from kvtier.format.layout import Group, Layer, Layout, Part
-from kvtier.protocol.addresses import default_socket
 
 ALGORITHM = "vLLM offload key, kvtier 1"
 KNOWN = ("namespace", "socket", "check")
@@ -47,20 +47,15 @@ class TierSettings:
 
 def read(said: Mapping[str, Any]) -> TierSettings:
     """Settings out of a tier's configuration. Raises Invalid, saying what to write."""
-    if unknown := sorted(map(str, set(said) - set(KNOWN))):
-        raise Invalid(f"the tier has no setting {', '.join(unknown)[:200]}; there are {', '.join(KNOWN)}")
-    file, socket, check = said.get("namespace"), said.get("socket", str(default_socket())), said.get("check", "sampled")
+    check_names("the tier", said, KNOWN)
+    file, socket, check = said.get("namespace"), socket_of(said), said.get("check", "sampled")
     if not isinstance(file, str) or not file:
         raise Invalid(
             "kvtier does not store what has no identity: a tier of vLLM is told neither revision nor scales of the "
-            "model. Write "
-            '"namespace": "FILE" beside "type" and "module_path", with a file that '
+            'model. Write "namespace": "FILE" beside "type" and "module_path", with a file that '
             "`kvtier namespace MODEL --save FILE` has written"
         )
-    if not isinstance(socket, str) or not socket:
-        raise Invalid(f"socket is a path, not {socket!r:.80}")
-    if check not in CHECKS:
-        raise Invalid(f"check is one of {', '.join(CHECKS)}, not {check!r:.80}")
+    check_choice("check", check, CHECKS)
     return TierSettings(read_description(Path(file)), socket, check)
 
 
