@@ -6,8 +6,8 @@ app               which files have commands; options that all have; errors to ex
 output            exit codes, tables, JSON, progress
 inputs            namespaces, hashes, ranges and bodies from a command line
 blocks            lookup, get, put, delete, pin, unpin
-registry          status, namespaces, show, diff, drop, ttl
-namespace         namespace: a description from a model's files
+status            status
+namespace         namespaces, show, diff, drop, ttl; namespace: a description from a model's files
 artifacts         import-scales, artifact show, diff, verify
 quality           calibrate, evaluate
 plan              plan
@@ -16,5 +16,5 @@ simulator         the orders of eviction that replay compares
 doctor            doctor: what this host gives
 fsck              fsck: the offline check of an SSD directory
 bench             bench: benchmarks of a checkout
-tokens            token
+token             token: a line for the daemon's token file
 """

@@ -32,7 +32,7 @@ COMMANDS = (
     "blocks",
     "doctor",
     "fsck",
-    "namespaces",
+    "namespace",
     "plan",
     "quality",
     "replay",

@@ -48,15 +48,7 @@ def read_reports(reports: Mapping[RankId, str]) -> dict[RankId, dict[str, Any]]:
 
 def merge(data: dict[RankId, dict[str, Any]], engine_blocks: int, **common: Any) -> EngineNamespace:
     """The namespace of all ranks. Raises Invalid, with rank and field, where ranks disagree on what they share."""
-    first = next(iter(data.values()))
-    for rank, said in data.items():
-        for name in ("physical", "backend", "packing", "mode"):
-            if said[name] != first[name]:
-                raise Invalid(
-                    f"ranks disagree: {name} is {said[name]!r} on {rank} and {first[name]!r} on {next(iter(data))}"
-                )
-        if len(said["groups"]) != len(first["groups"]):
-            raise Invalid(f"ranks disagree on the number of KV cache groups: {len(said['groups'])} on {rank}")
+    first = _agreed(data)
     index = _layer_indices(data)
     groups: list[Group] = []
     scales: dict[str, str] = {}
@@ -117,6 +109,20 @@ def merge(data: dict[RankId, dict[str, Any]], engine_blocks: int, **common: Any)
         if all(part is None for part in parts):
             raise Invalid(f"rank {rank} holds no layer")
     return EngineNamespace(description, ranges, first["mode"])
+
+
+def _agreed(data: dict[RankId, dict[str, Any]]) -> dict[str, Any]:
+    """What the first rank reports, once all agree with it on what they share."""
+    first = next(iter(data.values()))
+    for rank, said in data.items():
+        for name in ("physical", "backend", "packing", "mode"):
+            if said[name] != first[name]:
+                raise Invalid(
+                    f"ranks disagree: {name} is {said[name]!r} on {rank} and {first[name]!r} on {next(iter(data))}"
+                )
+        if len(said["groups"]) != len(first["groups"]):
+            raise Invalid(f"ranks disagree on the number of KV cache groups: {len(said['groups'])} on {rank}")
+    return first
 
 
 def _key(rank: RankId, kind: str, name: str) -> tuple[int, str]:
