@@ -76,7 +76,7 @@ def draw(rows: list[Row], path: Path) -> None:
 
 @app.command()
 def main(
-    out: Annotated[Path, typer.Option(help="folder for eviction.csv and eviction.png")] = ROOT / "bench" / "results",
+    out: Annotated[Path, typer.Option(help="folder for policy.csv and policy.png")] = ROOT / "bench" / "results",
 ) -> None:
     """Replay all traces with all policies."""
     rows = measure()
@@ -88,11 +88,11 @@ def main(
     lines += [
         f"{trace},{share},{blocks},{name},{ratio:.4f},{cpu:.2f}" for trace, share, blocks, name, ratio, cpu in rows
     ]
-    (out / "eviction.csv").write_text("\n".join(lines) + "\n")
+    (out / "policy.csv").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
     print(f"ghosts: {eviction.GHOSTS * 8} bytes a block held; missed: {'; '.join(missed(rows)) or 'none'}")
     try:
-        draw(rows, out / "eviction.png")
+        draw(rows, out / "policy.png")
     except ImportError:
         print("no curves: matplotlib is not installed", file=sys.stderr)
 

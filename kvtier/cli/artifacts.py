@@ -20,7 +20,7 @@ from kvtier.format import artifact as bundle
 from kvtier.format.artifact import Artifact, rank_scales
 from kvtier.format.description_file import read_description
 from kvtier.format.identity import Description, Difference, differences, hex_f32, pack_scales
-from kvtier.models.advice import guard, uncalibrated
+from kvtier.models.advice import beyond_calibration, uncalibrated
 from kvtier.models.scale_import import import_scales
 
 group = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
@@ -73,7 +73,9 @@ def show(
     """Show an artifact: where it comes from, its formats, its scales and those in use for queries, its digest."""
     found = bundle.load(directory)
     part = rank_scales(found, tp, rank)
-    warnings = [one for one in (uncalibrated(found), guard(found, context) if context else None) if one is not None]
+    warnings = [
+        one for one in (uncalibrated(found), beyond_calibration(found, context) if context else None) if one is not None
+    ]
     values = {f"{layer}.{name}": [float(value) for value in vector] for (layer, name), vector in sorted(part.items())}
     data = {
         **_plain(found),

@@ -103,7 +103,7 @@ def _counted(
     with common.connected() as client:
         asked = _asked(client, common, which)
         answer = verb(client, asked)
-        if answer < len(asked) and answer.reason:
+        if answer.error:
             _reachable(client, common)
     _tell(common, len(asked), word, int(answer), answer.reason)
     return len(asked), answer
@@ -141,7 +141,7 @@ def lookup(common: Common, which: Which) -> Exit:
 def delete(common: Common, which: Which) -> Exit:
     """Forget blocks (role write). Exit code 1 if none was known, 4 if refused."""
     _, deleted = _counted(common, which, lambda c, a: c.delete(a.ns, a.hashes, **a.options), "deleted")
-    if deleted.reason:
+    if deleted.stop or deleted.error:
         message(deleted.reason)
         return Exit.REFUSED
     return Exit.OK if deleted else Exit.NEGATIVE

@@ -301,7 +301,7 @@ def daemon(common: Common) -> Iterator[HostFinding]:
         "round trip (status call)",
         text,
         NOTE if slow else GOOD,
-        "the lane answers in 0.1 ms on a quiet host: busy cores, or gRPC?" if slow else "",
+        "the Unix transport answers in 0.1 ms on a quiet host: busy cores, or gRPC?" if slow else "",
     )
     ready, total = status["arena_ready_bytes"], status["arena_bytes"]
     behind = (

@@ -16,7 +16,7 @@ from kvtier.cli.output import Exit, size
 from kvtier.errors import Invalid
 from kvtier.format import artifact
 from kvtier.models import capacity
-from kvtier.models.advice import Advice, advise, guard, uncalibrated
+from kvtier.models.advice import Advice, advise, beyond_calibration, uncalibrated
 from kvtier.models.capacity import Choice
 from kvtier.models.model_config import ModelCaches, read_caches
 from kvtier.server.settings import parse_size
@@ -200,7 +200,7 @@ def _advice(
     advice = advise(
         caches, choice, contexts[-1], last["ratio"], decode["tokens"] if decode else None, decode is not None
     )
-    warnings = [guard(bundle, contexts[-1]), uncalibrated(bundle)] if bundle is not None else []
+    warnings = [beyond_calibration(bundle, contexts[-1]), uncalibrated(bundle)] if bundle is not None else []
     return [one for one in warnings if one is not None] + advice
 
 

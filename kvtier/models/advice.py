@@ -114,8 +114,8 @@ def advise(
     return found
 
 
-def guard(scales: Artifact, context: int) -> Advice | None:
-    """The calibrated-length guard: what to say about using these scales for `context` tokens; None if all positions
+def beyond_calibration(scales: Artifact, context: int) -> Advice | None:
+    """What to say about using these scales for `context` tokens; None if all positions
     were seen."""
     if scales.calibrated_position is None:
         return Advice(

@@ -14,7 +14,7 @@ from typing import Any
 from kvtier.errors import Invalid
 from kvtier.format.artifact import Artifact
 from kvtier.format.layout import Group, Layer, Layout, Part
-from kvtier.models.advice import Advice, guard, uncalibrated
+from kvtier.models.advice import Advice, beyond_calibration, uncalibrated
 from kvtier.models.model_config import ModelCaches
 from kvtier.quality import calibrate, compare, outlier_twin, retrieval, standard_schemes, tasks, texts
 from kvtier.quality.compare import Result
@@ -283,9 +283,9 @@ def _retrieve(
 def _warnings(
     artifact: Artifact | None, schemes: Sequence[Scheme], calibration: Sequence[Sample], length: int
 ) -> list[Advice]:
-    """The calibrated-length guard and the mark of scale 1.0, for whatever gave the scales."""
+    """What is said beyond the calibrated length, and the mark of scale 1.0, for whatever gave the scales."""
     if artifact is not None:
-        return [one for one in (guard(artifact, length), uncalibrated(artifact)) if one is not None]
+        return [one for one in (beyond_calibration(artifact, length), uncalibrated(artifact)) if one is not None]
     position = max((len(sample.tokens) for sample in calibration), default=0)
     static = any(scheme.scales and not scheme.uncalibrated for scheme in schemes)
     if not static or position >= length:

@@ -28,7 +28,7 @@ LONG_FUNCTIONS: dict[str, str] = {
     "kvtier/cli/quality.py:evaluate": "typer makes the options of a function's parameters",
     "kvtier/models/advice.py:advise": "one list of advice, in the order in which it is read",
     "kvtier/quality/report.py:markdown": "one page, from top to bottom",
-    "tests/quality/test_quality_report.py:test_the_commands_from_texts_to_a_verdict": "one story of two commands",
+    "tests/cli/test_quality.py:test_the_commands_from_texts_to_a_verdict": "one story of two commands",
 }
 
 # Third-party packages that a file may import, by the longest matching prefix of its path. The standard library is free.

@@ -1,80 +1,21 @@
-"""`kvtier plan`: sizes and capacities worked out by hand for four models, break-even lengths, advice, and what is
-refused.
+"""Sizes and capacities worked out by hand for four models, break-even lengths, and what is refused.
 
 The comparison with an engine's own report is in tests/connectors/vllm/test_capacity.py.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from kvtier.cli.app import app, load_commands
 from kvtier.errors import Invalid
-from kvtier.format.artifact import Artifact, PartFormat
 from kvtier.models import capacity
-from kvtier.models.advice import advise, guard, uncalibrated
-from kvtier.models.capacity import Choice
-from kvtier.models.model_config import ModelCaches, caches_of, read_caches
-
-load_commands()
-
-GiB, MiB, KiB = 2**30, 2**20, 2**10
-LLAMA: dict[str, Any] = {  # Llama-3.1-8B
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "hidden_size": 4096,
-    "max_position_embeddings": 131072,
-    "torch_dtype": "bfloat16",
-}
-GPT_OSS: dict[str, Any] = {  # gpt-oss-20b
-    "num_hidden_layers": 24,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "hidden_size": 2880,
-    "sliding_window": 128,
-    "layer_types": ["sliding_attention", "full_attention"] * 12,
-    "max_position_embeddings": 131072,
-}
-GEMMA: dict[str, Any] = {  # gemma-2-9b, whose config does not list its layers
-    "model_type": "gemma2",
-    "num_hidden_layers": 42,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 256,
-    "hidden_size": 3584,
-    "sliding_window": 4096,
-    "max_position_embeddings": 8192,
-}
-DEEPSEEK: dict[str, Any] = {  # DeepSeek-V2-Lite
-    "num_hidden_layers": 27,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "hidden_size": 2048,
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "max_position_embeddings": 163840,
-}
-FP8 = Choice()
-NATIVE = Choice(dtype="bf16", granularity="none")
-
-
-def model(config: dict[str, Any], **changes: Any) -> ModelCaches:
-    return caches_of({**config, **changes}, "m")
-
-
-# --- by hand
+from kvtier.models.advice import advise
+from kvtier.models.model_config import caches_of
+from tests.models.configs import DEEPSEEK, FP8, GEMMA, GPT_OSS, LLAMA, NATIVE, GiB, MiB, model
 
 
 def test_llama_by_hand() -> None:
@@ -214,57 +155,6 @@ def test_padding_of_unequal_hybrid_groups_follows_the_engines_rule() -> None:
     assert capacity.pool(caches, NATIVE, 8 * GiB, 4096).block_bytes == 13 * 32768
 
 
-# --- what a config says
-
-
-def test_a_config_is_read_or_refused_by_name(tmp_path: Path) -> None:
-    assert {layer.window for layer in model(LLAMA, sliding_window=4096, use_sliding_window=False).layers} == {None}
-    assert {layer.window for layer in model(LLAMA, sliding_window=4096).layers} == {4096}
-    assert [layer.window for layer in model(LLAMA, sliding_window=512, sliding_window_pattern=4).layers][:5] == [
-        512,
-        512,
-        512,
-        None,
-        512,
-    ]
-    assert [
-        layer.window
-        for layer in model(GPT_OSS, layer_types=["chunked_attention"] * 24, attention_chunk_size=8192).layers
-    ][:1] == [8192]
-    assert model(LLAMA, torch_dtype="torch.float16").dtype == "fp16"
-    assert model({"text_config": LLAMA, "vision_config": {}}).layers == model(LLAMA).layers
-    assert len(model(LLAMA, num_kv_shared_layers=10).layers) == 22
-    qwen = model(LLAMA, layer_types=["linear_attention"] * 3 * 8 + ["full_attention"] * 8)
-    assert (
-        len(qwen.cached) == 8 and sum(group.payload_bytes for group in capacity.group_sizes(qwen, NATIVE)) == 8 * 4096
-    )
-    wide = model(
-        LLAMA,
-        head_dim=256,
-        global_head_dim=512,
-        num_global_key_value_heads=2,
-        layer_types=GPT_OSS["layer_types"] + ["full_attention"] * 8,
-        sliding_window=64,
-    )
-    assert (wide.layers[0].widths, wide.layers[1].widths, wide.layers[1].heads) == ((256, 256), (512, 512), 2)
-    for config, message in (
-        ({**LLAMA, "num_hidden_layers": None}, "num_hidden_layers"),
-        ({**LLAMA, "torch_dtype": "float8"}, "dtype"),
-        ({**LLAMA, "layer_types": ["full_attention"]}, "32 layers"),
-        ({**LLAMA, "layer_types": ["cross_attention"] * 32}, "cross_attention"),
-        ({**LLAMA, "layer_types": ["mamba"] * 32}, "no layer keeps bytes"),
-        ({**LLAMA, "hybrid_override_pattern": "M*M*"}, "hybrid_override_pattern"),
-        ({**LLAMA, "num_key_value_heads": 0}, "num_key_value_heads"),
-    ):
-        with pytest.raises(Invalid, match=message.replace("*", r"\*")):
-            caches_of(config, "m")
-    (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(Invalid, match=r"config\.json: not an object"):
-        read_caches(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    assert read_caches(tmp_path).model == tmp_path.name
-
-
 def test_what_cannot_be_planned_is_refused() -> None:
     caches = model(LLAMA)
     for call, message in (
@@ -304,9 +194,6 @@ def test_no_plan_promises_more_than_there_is(
     assert int(found.concurrency) * context * 2 * layers * heads * width <= nbytes
 
 
-# --- break-even lengths
-
-
 def test_break_even_of_restore_by_hand() -> None:
     """10,000 tokens a second against 65,536 bytes over 25 GB/s (2.62 us): 2 ms of overhead pay after 2e-3 / (100 -
     2.62) us = 20.5 tokens."""
@@ -331,93 +218,3 @@ def test_break_even_of_decode_by_hand() -> None:
     curve = capacity.prefill_curve([(1000, 0.1 + 0.001), (2000, 0.2 + 0.004), (4000, 0.4 + 0.016)])
     assert [curve(n) for n in (1000, 8000)] == pytest.approx([0.101, 0.864])
     assert capacity.prefill_curve([(1000, 0.1)])(5000) == pytest.approx(0.5)
-
-
-# --- advice and the command
-
-
-def bundle(value: float = 0.5, position: int | None = 511, excluded: tuple[int, ...] = (31,)) -> Artifact:
-    form = PartFormat("e4m3fn", "tensor")
-    scales = {
-        (layer, part): np.array([value], np.float32) for layer in range(32) for part in "kv" if layer not in excluded
-    }
-    return Artifact("m", "a" * 40, {"k": form, "v": form}, "amax", 1, "plain", "none", scales, excluded, position)
-
-
-def test_the_advice_follows_from_the_numbers() -> None:
-    caches = model(LLAMA)
-    assert {one.topic for one in advise(caches, FP8, 2048, 2.0, None, False)} == {"short contexts"}
-    assert {one.topic for one in advise(caches, FP8, 65536, 2.0, 9000.0, True)} == {"long contexts"}
-    assert "at no length" in advise(caches, FP8, 8192, 2.0, None, True)[0].found
-    assert not advise(caches, NATIVE, 2048, 1.0, None, False)
-    assert "effective ratio" in {one.topic for one in advise(caches, FP8, 16384, 1.2, None, False)}
-    states = model(LLAMA, layer_types=["linear_attention"] * 24 + ["full_attention"] * 8)
-    assert "24 of 32" in next(
-        one.found for one in advise(states, FP8, 16384, 2.0, None, False) if one.topic == "recurrent layers"
-    )
-
-
-def test_the_calibrated_length_guard() -> None:
-    assert guard(bundle(position=511), 512) is None
-    assert guard(bundle(position=511), 2048).found == "calibrated on 512 tokens, used up to 2,048"  # type: ignore[union-attr]
-    assert "nobody knows" in guard(bundle(position=None), 1).found  # type: ignore[union-attr]
-    assert uncalibrated(bundle()) is None
-    assert "nothing was calibrated" in uncalibrated(bundle(1.0)).found  # type: ignore[union-attr]
-
-
-def run(*arguments: object) -> Any:
-    return CliRunner().invoke(app, ["plan", *map(str, arguments)], env={"TERM": "dumb"})
-
-
-def test_the_command_plans(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    bundle().save(tmp_path / "artifact")
-    common = (tmp_path, "--kv-bytes", "40GiB", "--context", "1000,8192", "--block-size", "16")
-    done = run(
-        *common,
-        "--arena",
-        "64GiB",
-        "--redis",
-        "10GiB",
-        "--link",
-        "25",
-        "--prefill",
-        "4096:0.4",
-        "--artifact",
-        tmp_path / "artifact",
-        "--json",
-    )
-    assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
-    blocks = 40 * GiB // (16 * (31 * 2048 + 4096))  # layer 31 is native
-    assert [row["fp8"]["sequences"] for row in found["capacity"]] == [blocks // 63, blocks // 512] == [630, 77]
-    assert found["capacity"][1]["native"]["sequences"] == 40
-    assert found["capacity"][1]["ratio"] == pytest.approx(131072 / (65536 + 2048), rel=1e-3), (
-        "the artifact's excluded layer counts"
-    )
-    assert found["exclusion_bytes_per_token"]["0"] == 2048 and found["exclusion_bytes_per_token"]["31"] == 0
-    assert found["restore"]["fp8"] < found["restore"]["native"]
-    assert [tier["tier"] for tier in found["tiers"]] == ["arena", "redis"]
-    assert found["decode"] is None
-    assert "calibrated on 512 tokens, used up to 8,192" in [one["found"] for one in found["advice"]]
-    done = run(*common, "--itl-native", "1000:8.0,2000:9.0", "--itl-fp8", "1000:8.4,2000:8.9")
-    assert done.exit_code == 0 and "FP8 decode instead of native: pays from 1,800 tokens on" in done.output
-    assert "restore instead of recompute: not worked out; give --link and --prefill" in done.output
-
-
-def test_the_command_finds_the_memory_for_kv(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    assert "--weights" in run(tmp_path, "--memory", "80GiB").output
-    done = run(tmp_path, "--memory", "80GiB", "--weights", "16GiB", "--tp", "2", "--reserve", "1GiB", "--json")
-    assert json.loads(done.stdout)["pool_bytes"] == 72 * GiB - 8 * GiB - GiB
-    with open(tmp_path / "model.safetensors", "wb") as file:
-        file.truncate(10 * GiB)
-    done = run(tmp_path, "--memory", "24GiB", "--json", "--utilization", "1")
-    assert json.loads(done.stdout)["pool_bytes"] == 24 * GiB - 10 * GiB - 2 * GiB
-    for wrong in (
-        ("--memory", "8GiB"),
-        (),
-        ("--kv-bytes", "1GiB", "--context", "x"),
-        ("--kv-bytes", "1GiB", "--prefill", "3", "--link", "1"),
-    ):
-        assert run(tmp_path, *wrong).exit_code == 2

@@ -1,5 +1,5 @@
-"""`kvtier import-scales` and `kvtier artifact`: every name, shape and format that is understood, every bad value
-refused by name, nothing half done.
+"""Scales of a checkpoint: every name, shape and format that is understood, every bad value refused by name, nothing half
+done.
 
 Checkpoints really written by llm-compressor are in tests/llmcompressor; what they hold is repeated here from
 `tests/data`."""
@@ -7,7 +7,6 @@ Checkpoints really written by llm-compressor are in tests/llmcompressor; what th
 from __future__ import annotations
 
 import json
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -18,51 +17,14 @@ from typer.testing import CliRunner
 from kvtier.cli.app import app, load_commands
 from kvtier.errors import Invalid
 from kvtier.format import artifact
-from kvtier.format.artifact import Artifact, PartFormat, rank_heads, rank_scales
+from kvtier.format.artifact import rank_heads, rank_scales
 from kvtier.format.fingerprint import fingerprint
-from kvtier.format.identity import HashScheme, f32_hex
-from kvtier.format.layout import attention
+from kvtier.format.identity import f32_hex
 from kvtier.format.scale_names import odd, parse
 from kvtier.models.scale_import import import_scales
+from tests.models.checkpoints import HEADS, Entry, f32, scales, write
 
 load_commands()
-
-HEADS = 8
-Entry = tuple[str, list[int], bytes]
-
-
-def f32(*values: float, shape: list[int] | None = None) -> Entry:
-    array = np.array(values, "<f4")
-    return "F32", [array.size] if shape is None else shape, array.tobytes()
-
-
-def write(root: Path, files: dict[str, dict[str, Entry]], layers: int = 4, **config: Any) -> Path:
-    """A checkpoint directory: config.json and safetensors files, raw."""
-    root.mkdir(parents=True, exist_ok=True)
-    shape = {"num_hidden_layers": layers, "num_attention_heads": 32, "num_key_value_heads": HEADS, "head_dim": 64}
-    (root / "config.json").write_text(json.dumps(shape | config))
-    for name, tensors in files.items():
-        header, data = {}, b""
-        for key, (dtype, size, raw) in tensors.items():
-            header[key] = {"dtype": dtype, "shape": size, "data_offsets": [len(data), len(data) + len(raw)]}
-            data += raw
-        head = json.dumps(header).encode()
-        (root / name).write_bytes(struct.pack("<Q", len(head)) + head + data)
-    return root
-
-
-def scales(layers: int = 4, **changes: Entry | None) -> dict[str, Entry]:
-    """k 0.02 and v 0.03 in every layer; `changes` by "layer.part", None to leave one out."""
-    found = {f"{layer}.{part}": f32(value) for layer in range(layers) for part, value in (("k", 0.02), ("v", 0.03))}
-    found |= {key.replace("_", "."): entry for key, entry in changes.items() if entry is not None}
-    for key, entry in changes.items():
-        if entry is None:
-            del found[key.replace("_", ".")]
-    return {
-        f"model.layers.{layer}.self_attn.{part}_scale": entry
-        for key, entry in found.items()
-        for layer, part in [key.split(".")]
-    }
 
 
 def kv(*layers: dict[str, Entry]) -> dict[str, Entry]:
@@ -76,9 +38,6 @@ def refused(root: Path, match: str = ".", **options: Any) -> str:
     with pytest.raises(Invalid, match=match) as failure:
         import_scales(root, **options)
     return str(failure.value)
-
-
-# --- KVB-04: half calibrated
 
 
 def test_kvb_04_zero_scales_are_refused_each_by_name(tmp_path: Path) -> None:
@@ -123,9 +82,6 @@ def test_kvb_04_nothing_is_half_imported(tmp_path: Path) -> None:
         "an artifact is never overwritten"
     )
     assert artifact.load(target).digest == digest
-
-
-# --- KVB-05: odd values
 
 
 @pytest.mark.parametrize(
@@ -247,9 +203,6 @@ def test_kvb_05_the_scale_of_queries_falls_back_to_k(tmp_path: Path) -> None:
     made.save(tmp_path / "own")
     shown = json.loads(CliRunner().invoke(app, ["artifact", "show", str(tmp_path / "own"), "--json"]).stdout)
     assert shown["queries"]["3"] == [0.125]
-
-
-# --- names
 
 
 @pytest.mark.parametrize(
@@ -378,9 +331,6 @@ def test_an_edited_scale_of_any_name_changes_the_fingerprint(tmp_path: Path) -> 
     assert len(prints) == 2
 
 
-# --- tensor parallelism
-
-
 def test_kvb_05_ranks_take_their_heads_and_never_a_cut_of_one(tmp_path: Path) -> None:
     values = [float(np.float32((i + 1) / 100)) for i in range(8)]
     entry = f32(*values)
@@ -409,89 +359,3 @@ def test_kvb_05_ranks_take_their_heads_and_never_a_cut_of_one(tmp_path: Path) ->
         app, ["artifact", "show", str(tmp_path / "artifact"), "--tp", "2", "--rank", "1", "--json"]
     )
     assert json.loads(shown.stdout)["scales"]["0.k"] == values[4:]
-
-
-# --- show, diff, verify
-
-
-def bundle(**changes: Any) -> Artifact:
-    form = PartFormat("e4m3fn", "head")
-    values = {(layer, part): np.array([0.0312, 0.5], np.float32) for layer in range(3) for part in "kv"}
-    arguments: dict[str, Any] = {
-        "scales": values,
-        "excluded": (3,),
-        "calibrated_position": 511,
-        "report": {"note": "x"},
-    }
-    return Artifact("org/m", "a" * 40, {"k": form, "v": form}, "amax", 1, "plain", "texts", **arguments | changes)
-
-
-def call(*arguments: object, code: int = 0) -> str:
-    done = CliRunner().invoke(app, list(map(str, arguments)))
-    assert done.exit_code == code, done.output
-    return done.output
-
-
-def test_show_warns_of_what_nobody_calibrated(tmp_path: Path) -> None:
-    bundle().save(tmp_path / "a")
-    said = call("artifact", "show", tmp_path / "a", "--scales", "--context", "2048")
-    assert "calibrated on 512 tokens, used up to 2,048" in said and bundle().digest in said and "0.0312 0.5" in said
-    assert "UNCALIBRATED" not in said
-    assert "warning" not in call("artifact", "show", tmp_path / "a", "--context", "512")
-    ones = {(layer, part): np.ones(2, np.float32) for layer in range(3) for part in "kv"}
-    bundle(scales=ones).save(tmp_path / "ones")
-    assert "UNCALIBRATED: every scale is 1.0" in call("artifact", "show", tmp_path / "ones")
-
-
-def test_show_reads_reports_that_hold_anything(tmp_path: Path) -> None:
-    report: dict[str, Any] = {
-        "q_scale.0": "not hex",
-        "q_scale.1": 3,
-        "q_scale.2": f32_hex(0.75),
-        "sensitivity.1": "zz",
-        "sensitivity.2": f32_hex(0.5),
-    }
-    bundle(report=report).save(tmp_path / "a")
-    shown = json.loads(call("artifact", "show", tmp_path / "a", "--json"))
-    assert shown["queries"] == {"0": pytest.approx([0.0312, 0.5]), "1": pytest.approx([0.0312, 0.5]), "2": [0.75]}
-    assert "layer 2: 0.50000" in call("artifact", "show", tmp_path / "a")
-
-
-def test_diff_names_fields_and_scales(tmp_path: Path) -> None:
-    bundle().save(tmp_path / "a")
-    changed = {key: np.array(values) for key, values in bundle().scales.items()}
-    changed[2, "k"][0] = 1.0
-    bundle(scales=changed, calibrated_position=4095).save(tmp_path / "b")
-    said = call("artifact", "diff", tmp_path / "a", tmp_path / "b", code=1)
-    assert (
-        "k_scale of layer 2, head 0: 0.0311999992 stored, 1 live" in said
-        and "calibrated_position: 511 stored, 4095 live" in said
-    )
-    assert "the same artifact" in call("artifact", "diff", tmp_path / "a", tmp_path / "a")
-    call("artifact", "diff", tmp_path / "a", tmp_path / "nowhere", code=2)
-
-
-def test_verify_against_a_live_namespace(tmp_path: Path) -> None:
-    one = bundle()
-    one.save(tmp_path / "a")
-    layout = attention(4, 2, 64, engine_tokens=16, granularity="head", excluded=(3,))
-    live = one.describe(layout, HashScheme("sha256", "0", 16))
-    (tmp_path / "live.json").write_text(json.dumps(live.to_json()))
-    assert "are those of the artifact" in call("artifact", "verify", tmp_path / "a", tmp_path / "live.json")
-    data = live.to_json()
-    data["scales"]["1.v"] = f32_hex(1.0) + data["scales"]["1.v"][8:]
-    (tmp_path / "other.json").write_text(json.dumps(data))
-    said = call("artifact", "verify", tmp_path / "a", tmp_path / "other.json", code=1)
-    assert said.strip() == "v_scale of layer 1, head 0: 0.0311999992 stored, 1 live"
-    data["artifact"] = "0" * 64
-    (tmp_path / "other.json").write_text(json.dumps(data))
-    assert "artifact: " in call("artifact", "verify", tmp_path / "a", tmp_path / "other.json", code=1)
-
-
-def test_verify_against_a_checkpoint(tmp_path: Path) -> None:
-    root = write(tmp_path / "m", {"model.safetensors": scales()})
-    call("import-scales", root, "--save", tmp_path / "a")
-    assert "are those of the artifact" in call("artifact", "verify", tmp_path / "a", root)
-    write(root, {"model.safetensors": scales(**{"3_k": f32(1.0)})})
-    said = call("artifact", "verify", tmp_path / "a", root, code=1)
-    assert "k_scale of layer 3: 0.0199999996 stored, 1 live" in said and "revision" in said

@@ -16,16 +16,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(600)]
 
-from kvtier.models.advice import guard  # noqa: E402
-from kvtier.quality import (  # noqa: E402
-    calibrate,
-    compare,
-    outlier_twin,
-    report,
-    smollm,
-    standard_schemes,
-    texts,
-)
+from kvtier.models.advice import beyond_calibration  # noqa: E402
+from kvtier.quality import calibrate, compare, outlier_twin, report, smollm, standard_schemes, texts  # noqa: E402
 from kvtier.quality.evaluate import BAD, GOOD, Cell, Evaluation, judge  # noqa: E402
 from kvtier.quality.loaded_model import SMOLLM, LoadedModel, load  # noqa: E402
 from kvtier.quality.texts import Sample  # noqa: E402
@@ -94,8 +86,8 @@ def test_the_natural_model_and_its_twin_are_one_function(loaded: LoadedModel) ->
 def test_scales_of_512_tokens_used_at_2048_are_warned_of(loaded: LoadedModel) -> None:
     pieces = [Sample("manual", tuple(loaded.encode(texts.calibration_text())[:512]))]
     made = calibrate.export(loaded, calibrate.observe(loaded, pieces), pieces)
-    assert made.calibrated_position == 511 and guard(made, 512) is None
-    warning = guard(made, 2048)
+    assert made.calibrated_position == 511 and beyond_calibration(made, 512) is None
+    warning = beyond_calibration(made, 2048)
     assert warning is not None and warning.found == "calibrated on 512 tokens, used up to 2,048"
 
 

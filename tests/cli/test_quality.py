@@ -1,5 +1,4 @@
-"""Verdicts from numbers alone, the report's files, checkers, task files, and the command lines on a small random
-model."""
+"""`kvtier calibrate` and `kvtier evaluate` from texts to a verdict, on a small random model."""
 
 from __future__ import annotations
 
@@ -10,188 +9,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.torch
+
+from tests.quality.test_quality import make, model, text  # noqa: E402
 
 from kvtier.cli.app import app, load_commands  # noqa: E402
 from kvtier.errors import Invalid  # noqa: E402
 from kvtier.format import artifact  # noqa: E402
-from kvtier.quality import (  # noqa: E402
-    checkers,
-    evaluate,
-    report,
-    tasks,
-)
-from kvtier.quality.checkers import check  # noqa: E402
-from kvtier.quality.compare import Result  # noqa: E402
-from kvtier.quality.evaluate import BAD, DOUBTFUL, GOOD, Cell, judge  # noqa: E402
-from kvtier.quality.schemes import Scheme  # noqa: E402
-from tests.quality.test_quality import make, model, text  # noqa: E402
+from kvtier.quality import evaluate  # noqa: E402
 
 load_commands()
-
-
-def result(name: str, *kl: float, sequences: int = 2, length: int = 512) -> Result:
-    """A scheme with this KL in each run of `length` positions."""
-    scheme = (
-        Scheme(name, "bf16", "bf16")
-        if name == "bf16"
-        else Scheme(name, "head", "head", {(0, "k"): torch.tensor([0.1]), (0, "v"): torch.tensor([0.1])})
-    )
-    made = Result(scheme)
-    for _ in range(sequences):
-        trace = np.repeat(np.array(kl, np.float32), length)
-        made.kl.append(trace)
-        for values in (made.nll, made.native_nll, made.top1):
-            values.append(np.ones_like(trace))
-    return made
-
-
-# --- verdicts: the numbers are those measured on SmolLM2-135M
-
-
-@pytest.mark.parametrize(
-    ("name", "kl", "word"),
-    [
-        ("one on the twin", (0.45,), BAD),
-        ("skipping half of the layers", (0.24,), BAD),
-        ("calibrated", (0.0085,), GOOD),
-        ("calibrated, far", (0.012, 0.019, 0.021, 0.021), GOOD),
-        ("channel-static beyond its length", (0.013, 0.11, 0.11, 0.11), BAD),
-        ("drifting", (0.01, 0.012, 0.011, 0.09), DOUBTFUL),
-        ("dull", (0.04, 0.04, 0.04, 0.04), DOUBTFUL),
-    ],
-)
-def test_a_verdict_needs_no_hint(name: str, kl: tuple[float, ...], word: str) -> None:
-    best = result("best", *(min(value, 0.02) for value in kl))
-    verdicts = {
-        one.scheme: one
-        for one in judge([Cell("natural", "t", 2048, [result("bf16", *(0.0 for _ in kl)), best, result(name, *kl)])])
-    }
-    assert set(verdicts) == {"best", name}, "the noise floor is not judged"
-    assert verdicts[name].word == word, verdicts[name]
-    assert bool(verdicts[name].reasons) == (word != GOOD)
-
-
-def test_one_bad_cell_is_enough_and_models_are_judged_apart() -> None:
-    cells = [
-        Cell("natural", "t", 512, [result("a", 0.01), result("b", 0.01)]),
-        Cell("natural", "u", 512, [result("a", 0.01), result("b", 0.3)]),
-        Cell("natural", "v", 512, [result("a", 0.01), result("b", 0.01)]),
-        Cell("twin 512", "t", 512, [result("a", 0.5), result("b", 0.01)]),
-    ]
-    words = {(one.scheme, one.model): one.word for one in judge(cells)}
-    assert words == {("a", "natural"): GOOD, ("b", "natural"): BAD, ("a", "twin 512"): BAD, ("b", "twin 512"): GOOD}
-    (reason,) = next(one.reasons for one in judge(cells) if one.word == BAD and one.scheme == "b")
-    assert reason.startswith("u, 512 tokens: KL 0.300")
-    relative = judge([Cell("natural", "t", 512, [result("a", 0.005), result("b", 0.04)])])
-    assert relative[1].word == BAD and "8 times the best" in relative[1].reasons[0]
-
-
-# --- checkers
-
-
-@pytest.mark.parametrize(
-    ("checker", "good", "bad"),
-    [
-        ({"kind": "exact", "value": "42"}, " 42\n", "42."),
-        ({"kind": "contains", "value": ["requests", "numpy"]}, "import numpy, requests", "import numpy"),
-        ({"kind": "regex", "value": r"^def \w+\("}, "def f(x): ...", "class F: ..."),
-        ({"kind": "numbers", "value": [5120, 0.5]}, "5,120 at 0.50 each", "5121 at 0.5"),
-        ({"kind": "refusal"}, "I'm sorry, I can't help with that.", "Sure! First, ..."),
-        (
-            {
-                "kind": "json-schema",
-                "value": {"type": "object", "required": ["a"], "properties": {"a": {"type": "integer", "minimum": 1}}},
-            },
-            '```json\n{"a": 2}\n```',
-            '{"a": 0}',
-        ),
-        (
-            {"kind": "json-schema", "value": {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2}},
-            "[1, 2]",
-            "[1]",
-        ),
-        (
-            {
-                "kind": "json-schema",
-                "value": {"type": "object", "additionalProperties": False, "properties": {"a": {"type": "boolean"}}},
-            },
-            '{"a": true}',
-            '{"a": 1}',
-        ),
-        ({"kind": "json-schema", "value": {"type": "object"}}, "{}", "{"),
-        (
-            {"kind": "tool-call", "name": "weather", "arguments": {"type": "object", "required": ["city"]}},
-            'Sure: {"name": "weather", "arguments": {"city": "Oslo"}}',
-            '{"name": "time", "arguments": {"city": "Oslo"}}',
-        ),
-        (
-            {"kind": "tool-call", "name": "f", "arguments": {"type": "object", "required": ["x"]}},
-            '{"name": "f", "arguments": "{\\"x\\": 1}"}',
-            '{"name": "f"}',
-        ),
-    ],
-)
-def test_checkers(checker: dict[str, Any], good: str, bad: str) -> None:
-    assert check(checker, good) and not check(checker, bad)
-
-
-@pytest.mark.parametrize(
-    ("checker", "message"),
-    [
-        (None, "kind"),
-        ({"kind": "code"}, "kind is one of"),
-        ({"kind": "exact"}, "fields kind, value"),
-        ({"kind": "exact", "value": 3}, "text"),
-        ({"kind": "regex", "value": "("}, "not a pattern"),
-        ({"kind": "numbers", "value": []}, "list of numbers"),
-        ({"kind": "contains", "value": []}, "list of texts"),
-        ({"kind": "json-schema", "value": {"$ref": "x"}}, r"\$ref"),
-        ({"kind": "json-schema", "value": {"type": "decimal"}}, "no type of JSON"),
-        ({"kind": "json-schema", "value": {"properties": {"a": {"oneOf": []}}}}, "oneOf"),
-        ({"kind": "tool-call", "name": 3, "arguments": {}}, "name of a tool"),
-        ({"kind": "refusal", "value": 1}, "fields kind"),
-    ],
-)
-def test_checkers_that_would_check_nothing_are_refused(checker: Any, message: str) -> None:
-    with pytest.raises(Invalid, match=message):
-        checkers.validate(checker)
-
-
-def test_task_files(tmp_path: Path) -> None:
-    good = {"prompt": "p", "checker": {"kind": "exact", "value": "x"}}
-    (tmp_path / "t.jsonl").write_text(
-        json.dumps(good) + "\n\n" + json.dumps(good | {"name": "n", "max_tokens": 3, "stratum": "s"}) + "\n"
-    )
-    found = tasks.read(tmp_path / "t.jsonl")
-    assert [(one.name, one.max_tokens, one.stratum) for one in found] == [("line 1", 64, "tasks"), ("n", 3, "s")]
-    for bad, message in (
-        ("{", "line 1: not JSON"),
-        ("[1]", "a task is an object"),
-        (json.dumps(good | {"temperature": 1}), "unknown fields: temperature"),
-        (json.dumps(good | {"prompt": ""}), "prompt"),
-        (json.dumps(good | {"max_tokens": 0}), "max_tokens"),
-        (json.dumps(good | {"checker": {"kind": "regex", "value": "["}}), "line 1: not a pattern"),
-        ("", "0 tasks"),
-    ):
-        (tmp_path / "bad.jsonl").write_text(bad)
-        with pytest.raises(Invalid, match=message):
-            tasks.read(tmp_path / "bad.jsonl")
-    assert len({one.stratum for one in tasks.built_in()}) == 4
-
-
-def test_repetition() -> None:
-    assert tasks.repetition([1, 2, 3]) == 0 == tasks.repetition(list(range(50)))
-    assert tasks.repetition([1, 2] * 50) > 0.9
-
-
-# --- end to end on a small random model
 
 
 @pytest.fixture(scope="module")
@@ -374,9 +206,3 @@ def test_what_does_not_fit_is_refused(directory: Path, tmp_path: Path) -> None:
     settings = evaluate.EvaluationSettings(schemes=("bf16",), lengths=(64,), factor=0, passages=0)
     with pytest.raises(Invalid, match="the artifact belongs to revision"):
         evaluate.run(stranger, settings, [], lambda length, number: [], artifact.load(tmp_path / "a"))
-
-
-def test_an_empty_table_is_a_file_too(tmp_path: Path) -> None:
-    made = evaluate.Evaluation(make(), {}, cells=[Cell("natural", "t", 512, [result("a", 0.01, sequences=1)])])
-    files = report.write(made, tmp_path / "r")
-    assert all(file.exists() for file in files) and (tmp_path / "r" / "answers.csv").read_text() == "nothing\n"
