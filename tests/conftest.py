@@ -1,7 +1,8 @@
-"""What every test may use. Hypothesis runs without per-example deadlines (machines differ) and prints what reproduces a failure.
+"""What every test may use. Hypothesis runs without per-example deadlines (machines differ) and prints what reproduces a
+failure.
 
-Tests marked `torch` begin with `torch = pytest.importorskip("torch")` and `pytestmark = pytest.mark.torch`: without torch they are skipped
-aloud, and `make test-torch` runs them where it is.
+Tests marked `torch` begin with `torch = pytest.importorskip("torch")` and `pytestmark = pytest.mark.torch`: without
+torch they are skipped aloud, and `make test-torch` runs them where it is.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from hypothesis import HealthCheck, settings
 if TYPE_CHECKING:
     from tests.support.daemon import Daemon, Patient
 
-# gRPC reads this when it is imported. With its own handlers for fork it aborts one in 30 of the children that subprocess
-# forks with a preexec_fn, as tests.support.daemon does (grpcio 1.85).
+# gRPC reads this when it is imported. With its own handlers for fork it aborts one in 30 of the children that
+# subprocess forks with a preexec_fn, as tests.support.daemon does (grpcio 1.85).
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
 ROOT = Path(__file__).resolve().parent.parent

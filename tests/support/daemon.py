@@ -1,7 +1,8 @@
 """A real daemon, raw sockets to it and real client processes, for the tests of the wire.
 
-Everything here is a child process on a Unix socket in a temporary directory. Leaving a `Daemon` proves that its ledger agrees with what its
-sessions hold, that it ends by itself on SIGTERM with exit code 0, and that it logged no fault of its own; leaving a `Peer` ends the process.
+Everything here is a child process on a Unix socket in a temporary directory. Leaving a `Daemon` proves that its ledger
+agrees with what its sessions hold, that it ends by itself on SIGTERM with exit code 0, and that it logged no fault of
+its own; leaving a `Peer` ends the process.
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ def is_body(view: np.ndarray[Any, Any], n: int) -> bool:
 
 
 class Patient(Client):
-    """The client library with deadlines that no busy machine misses: for tests that ask what the answer is, not how soon it comes.
+    """The client library with deadlines that no busy machine misses: for tests that ask what the answer is, not how
+    soon it comes.
 
     Connects at once: a daemon has to be there.
     """
@@ -134,7 +136,9 @@ def put(client: Client, ns: RegisteredNamespace, numbers: Sequence[int], **optio
 
 
 class Daemon:
-    """`kvtier-server` as a child process. A context manager; `start`, `kill`, `terminate` and `restart` may be called inside it."""
+    """`kvtier-server` as a child process. A context manager; `start`, `kill`, `terminate` and `restart` may be called
+    inside it.
+    """
 
     def __init__(
         self,
@@ -284,7 +288,9 @@ class Daemon:
         return until(lambda: (s := self.status())["sessions"] == 1 and s["held_bytes"] == 0 and s, "all sessions end")
 
     def empty(self) -> None:
-        """Forgets every namespace and all blocks, for the next test of a daemon that several share. Waits for `quiet` and checks integrity first."""
+        """Forgets every namespace and all blocks, for the next test of a daemon that several share. Waits for `quiet`
+        and checks integrity first.
+        """
         self.quiet()
         self.status(check_integrity=True)
         with Raw(self.socket) as lane:
@@ -335,7 +341,9 @@ def read_line(fd: int, within: float) -> str:
 
 
 class Raw:
-    """One lane socket, spoken by hand. Reads have a deadline of `PATIENCE`; nothing is checked but what the caller checks."""
+    """One lane socket, spoken by hand. Reads have a deadline of `PATIENCE`; nothing is checked but what the caller
+    checks.
+    """
 
     def __init__(self, path: Path, hello: pb.HelloRequest | None = None, *, greet: bool = True) -> None:
         """Connects; says hello (a new session that maps nothing) unless told not to. `fd` is the arena's, if it came."""
@@ -425,7 +433,9 @@ ADDRESS = sys.argv[1]
 
 
 class Peer:
-    """A client process that runs `code`: it has `ADDRESS` and `ARGS` and talks in JSON lines by `say(value)` and `hear()`. A context manager."""
+    """A client process that runs `code`: it has `ADDRESS` and `ARGS` and talks in JSON lines by `say(value)` and
+    `hear()`. A context manager.
+    """
 
     def __init__(self, code: str, daemon: Daemon, *arguments: Any, **options: Any) -> None:
         program = f"{_PRELUDE}ARGS = json.loads({json.dumps(json.dumps(arguments))})\n{code}"

@@ -1,4 +1,5 @@
-"""Stand-ins for the SSD tier's disk: one that fails when told to, and one that remembers what was done to it, for crashes at any point.
+"""Stand-ins for the SSD tier's disk: one that fails when told to, and one that remembers what was done to it, for
+crashes at any point.
 
 Both do the real thing to real files.
 """
@@ -102,7 +103,9 @@ READ_ONLY = dict.fromkeys(("append", "write", "allocate", "truncate", "rename", 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One thing that was done: write, size, sync, create, rename (to `event`), unlink, sync_directory; or "event", what the test noted."""
+    """One thing that was done: write, size, sync, create, rename (to `event`), unlink, sync_directory; or "event", what
+    the test noted.
+    """
 
     kind: str
     name: str = ""
@@ -184,7 +187,9 @@ class _File:
 
 
 def after_kill(ops: Sequence[Op], chance: random.Random) -> dict[str, bytes]:
-    """The files after a kill -9 behind these operations: everything is there, but a write that was under way may be there in part."""
+    """The files after a kill -9 behind these operations: everything is there, but a write that was under way may be
+    there in part.
+    """
     return _crash(
         ops,
         lambda file, last: _land(
@@ -196,8 +201,9 @@ def after_kill(ops: Sequence[Op], chance: random.Random) -> dict[str, bytes]:
 
 
 def after_power_cut(ops: Sequence[Op], chance: random.Random) -> dict[str, bytes]:
-    """The files after a power cut behind these operations: of what was not synced anything may be missing, or there in part; of names not synced the
-    first few changes have happened."""
+    """The files after a power cut behind these operations: of what was not synced anything may be missing, or there in
+    part; of names not synced the first few changes have happened.
+    """
 
     def fate(op: Op) -> Op | None:
         kept = chance.random()

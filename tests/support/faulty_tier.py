@@ -1,8 +1,9 @@
 """Faults as an implementation with a seed: a tier around another tier that damages, delays, refuses and stalls.
 
-What is damaged on its way down reaches the inner tier with the checksum of the right bytes, as a medium that loses bits would have it; what is
-damaged on its way up is checked here again, as every tier must. So whoever uses it sees a block whole or absent, more slowly and less often. The
-same seed and the same calls in one thread make the same faults. Thread-safe.
+What is damaged on its way down reaches the inner tier with the checksum of the right bytes, as a medium that loses bits
+would have it; what is damaged on its way up is checked here again, as every tier must. So whoever uses it sees a block
+whole or absent, more slowly and less often. The same seed and the same calls in one thread make the same faults.
+Thread-safe.
 """
 
 from __future__ import annotations

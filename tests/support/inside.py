@@ -1,4 +1,5 @@
-"""A store and its sessions in the test's own process, with freed slots poisoned. What is stored are the numbered blocks of `tests.support.daemon`.
+"""A store and its sessions in the test's own process, with freed slots poisoned. What is stored are the numbered blocks
+of `tests.support.daemon`.
 
 Leaving an `Inside` proves that ledger, slabs, accounts and sessions agree, and ends what it started.
 """

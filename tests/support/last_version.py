@@ -1,4 +1,6 @@
-"""What `tests/data/last_version/` keeps, and whether a client is served all of it: blocks that the last version wrote (see its README)."""
+"""What `tests/data/last_version/` keeps, and whether a client is served all of it: blocks that the last version wrote
+(see its README).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ KEPT: dict[str, Any] = json.loads((FOLDER / "blocks.json").read_text())
 
 
 def assert_served(client: Client, namespaces: dict[str, dict[str, Any]]) -> int:
-    """Asserts that every block that must be whole comes back byte for byte, and none that must be absent. Returns how many came back."""
+    """Asserts that every block that must be whole comes back byte for byte, and none that must be absent. Returns how
+    many came back.
+    """
     return sum(_served(client, name, kept) for name, kept in namespaces.items())
 
 

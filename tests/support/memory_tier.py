@@ -1,4 +1,5 @@
-"""A tier in this process's memory: the least that keeps the contract. For tests and benchmarks of what moves blocks, where a disk would be noise.
+"""A tier in this process's memory: the least that keeps the contract. For tests and benchmarks of what moves blocks,
+where a disk would be noise.
 
 At most `capacity` bytes; what was used longest ago goes first. Thread-safe, one lock.
 """
@@ -73,7 +74,8 @@ class MemoryTier:
         try:
             if kept.nbytes != nbytes or len(kept.slot) != len(slot):
                 raise Lost(
-                    f"a block of {kept.nbytes} bytes in a slot of {len(kept.slot)}, asked for as {nbytes} in {len(slot)}"
+                    f"a block of {kept.nbytes} bytes in a slot of {len(kept.slot)}, "
+                    f"asked for as {nbytes} in {len(slot)}"
                 )
             np.copyto(np.frombuffer(slot, np.uint8), np.frombuffer(kept.slot, np.uint8))
             block.verify(slot[:nbytes], key, kept.checksum)

@@ -1,7 +1,8 @@
-"""Real redis-servers for the tests: single, replicated, watched by Sentinels, a cluster; and a proxy in front that delays, stands still and cuts.
+"""Real redis-servers for the tests: single, replicated, watched by Sentinels, a cluster; and a proxy in front that
+delays, stands still and cuts.
 
-Each listens on a free port of loopback, and most on a Unix socket too, in a directory of its own; leaving the `with` ends it. Where redis-server is
-not installed the tests that need it are skipped and say how: tests/support/redis.sh.
+Each listens on a free port of loopback, and most on a Unix socket too, in a directory of its own; leaving the `with`
+ends it. Where redis-server is not installed the tests that need it are skipped and say how: tests/support/redis.sh.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ needs_redis = pytest.mark.skipif(
 
 
 def free_port() -> int:
-    """A port that nobody has now. Below the ephemeral range, so that no connection takes it; a cluster's bus needs the one 10,000 higher too."""
+    """A port that nobody has now. Below the ephemeral range, so that no connection takes it; a cluster's bus needs the
+    one 10,000 higher too.
+    """
     for _ in range(1000):
         port = 12_000 + int.from_bytes(os.urandom(2), "little") % 10_000
         with socket.socket() as one, socket.socket() as other:
@@ -193,7 +196,9 @@ def _whole(server: Server, nodes: int) -> bool:
 
 
 def move_slot(servers: Sequence[Server], slot: int, to: Server, halfway: threading.Event | None = None) -> None:
-    """Moves a slot with its names to another node, as redis-cli does; stands still in the middle until `halfway` is set."""
+    """Moves a slot with its names to another node, as redis-cli does; stands still in the middle until `halfway` is
+    set.
+    """
     ids = {server.port: server.tell("CLUSTER", "MYID").decode() for server in servers}
     (source,) = (server for server in servers if server is not to and _has(server, slot))
     to.tell("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[source.port])

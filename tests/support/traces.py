@@ -1,6 +1,8 @@
-"""Two seeded traces: agents with long shared prefixes, and one-shot traffic. `python -m tests.support.traces` writes them into tests/data again.
+"""Two seeded traces: agents with long shared prefixes, and one-shot traffic. `python -m tests.support.traces` writes
+them into tests/data again.
 
-Only `Random.random` is used, whose sequence Python keeps from version to version, so the stored files can be compared with what this makes.
+Only `Random.random` is used, whose sequence Python keeps from version to version, so the stored files can be compared
+with what this makes.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from tests.support.paths import DATA
 
 
 class Maker:
-    """Random numbers, fresh block numbers, and a queue of the sessions whose next request is due: (time, number, chain, requests left)."""
+    """Random numbers, fresh block numbers, and a queue of the sessions whose next request is due: (time, number, chain,
+    requests left).
+    """
 
     def __init__(self, seed: int) -> None:
         self._random = Random(seed)
@@ -46,7 +50,9 @@ class Maker:
 
 
 def agents(seed: int = 1, requests: int = 3000) -> Requests:
-    """Agents of 12 kinds (prompt and tools of 20 to 79 blocks) work in projects whose popularity drifts, in steps that lengthen their context."""
+    """Agents of 12 kinds (prompt and tools of 20 to 79 blocks) work in projects whose popularity drifts, in steps that
+    lengthen their context.
+    """
     make = Maker(seed)
     kinds = [make.fresh(20 + make.below(60)) for _ in range(12)]
     projects: dict[tuple[int, int], list[int]] = {}
@@ -75,7 +81,9 @@ def agents(seed: int = 1, requests: int = 3000) -> Requests:
 
 
 def one_shot(seed: int = 2, requests: int = 5000) -> Requests:
-    """Three of four requests are seen once; some ask about one of 400 documents; some begin a short conversation. All share 30 templates."""
+    """Three of four requests are seen once; some ask about one of 400 documents; some begin a short conversation. All
+    share 30 templates.
+    """
     make = Maker(seed)
     templates = [make.fresh(1 + make.below(6)) for _ in range(30)]
     documents = [make.fresh(8 + make.below(40)) for _ in range(400)]

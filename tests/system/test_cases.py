@@ -1,7 +1,9 @@
-"""Public faults turned into cases, through a real daemon with real client processes: KVB-06 to 09, 11, 18, 19 and 22 as far as they reach the lane.
+"""Public faults turned into cases, through a real daemon with real client processes: KVB-06 to 09, 11, 18, 19 and 22 as
+far as they reach the lane.
 
-What needs no process is elsewhere: the same cases at the store in `test_store_cases` and `test_session`, layouts in `test_layout`, fields and keys
-(also KVB-10) in `test_identity`, revisions of local files in `test_fingerprint`. Where a case cannot occur by construction, the test says why.
+What needs no process is elsewhere: the same cases at the store in `test_store_cases` and `test_session`, layouts in
+`test_layout`, fields and keys (also KVB-10) in `test_identity`, revisions of local files in `test_fingerprint`. Where a
+case cannot occur by construction, the test says why.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ client = Patient(ADDRESS)
 spaces = {}
 def space(name):
     if name not in spaces:
-        spaces[name] = client.register(description(layout=attention(2, 16, 8, engine_tokens=16, dtype="u8"), physical=name))
+        layout = attention(2, 16, 8, engine_tokens=16, dtype="u8")
+        spaces[name] = client.register(description(layout=layout, physical=name))
     return spaces[name]
 from kvtier.format.layout import attention
 while True:
@@ -125,7 +128,8 @@ def work(tokens, write):
                 for part in range(2):
                     view = part_view(one, ns.extents(Range(group)), 0, part)
                     for inside in range(layout.groups[group].tokens // 16):
-                        wrong += bool((view[:, 16 * inside : 16 * inside + 16] != page(group, block, inside, part)).any())
+                        there = view[:, 16 * inside : 16 * inside + 16]
+                        wrong += bool((there != page(group, block, inside, part)).any())
     return counts, wrong
 while True:
     say(work(*hear()))
@@ -133,7 +137,9 @@ while True:
 
 
 def test_kvb_07_pages_of_two_block_sizes_come_back_in_their_places(daemon: Daemon) -> None:
-    """1088 tokens are 2 blocks of 544 and 68 of 16. Of 1089 and of 543 tokens the tail has no hash, so nothing of it can be stored."""
+    """1088 tokens are 2 blocks of 544 and 68 of 16. Of 1089 and of 543 tokens the tail has no hash, so nothing of it
+    can be stored.
+    """
     with Peer(PAGES, daemon) as a, Peer(PAGES, daemon) as b:
         for tokens, counts in ((1088, [2, 68]), (1089, [2, 68]), (543, [0, 33])):
             assert a.ask([tokens, True]) == [counts, 0]
@@ -219,7 +225,9 @@ def test_kvb_08_a_model_updated_under_its_name_starts_from_nothing(daemon: Daemo
 
 
 def test_kvb_09_only_the_identical_context_hits_in_every_verb(daemon: Daemon) -> None:
-    """An adapter counts by the digest of its weights, so one re-loaded in place under its name is another. Absent and empty salt are one identity."""
+    """An adapter counts by the digest of its weights, so one re-loaded in place under its name is another. Absent and
+    empty salt are one identity.
+    """
     salt = "tenant-one-secret-salt"
     contexts = {
         "base": request_context(),
@@ -322,10 +330,12 @@ while True:
 
 
 def test_kvb_18_pins_that_are_never_fetched_keep_nobody_out_for_long() -> None:
-    """A lookup pins nothing here; what pins is a lease, and no session can hold more than a quarter of the arena with it.
+    """A lookup pins nothing here; what pins is a lease, and no session can hold more than a quarter of the arena with
+    it.
 
-    The arena is full of C's blocks in each part, D then puts as many new ones: (i) and (ii) C leases and never reads, (iii) reads ten and gives up,
-    (iv) cannot be: a release names the lease's id and no key, so no salt can make it miss; (v) releases twice.
+    The arena is full of C's blocks in each part, D then puts as many new ones: (i) and (ii) C leases and never reads,
+    (iii) reads ten and gives up, (iv) cannot be: a release names the lease's id and no key, so no salt can make it
+    miss; (v) releases twice.
     """
     with Daemon(MiB) as daemon, daemon.client() as d:
         ns = d.register(description(16384 - 256))
@@ -448,7 +458,9 @@ def race(daemon: Daemon, rounds: int) -> None:
 
 
 def test_kvb_19_racing_writers_readers_and_a_deleter(daemon: Daemon) -> None:
-    """A value of double length under the same key cannot be: the length follows from the namespace, which is in the key. It gets a key of its own."""
+    """A value of double length under the same key cannot be: the length follows from the namespace, which is in the
+    key. It gets a key of its own.
+    """
     race(daemon, 300)
 
 
@@ -462,7 +474,9 @@ def test_kvb_19_ten_thousand_rounds(daemon: Daemon) -> None:
 
 
 def steps(client: Client, stored: Any, count: int) -> tuple[float, float, int]:
-    """Scheduler steps with 4 requests, 2 of them with stored prefixes, each asking within 8 ms: (worst call, seconds in all, hits)."""
+    """Scheduler steps with 4 requests, 2 of them with stored prefixes, each asking within 8 ms: (worst call, seconds in
+    all, hits).
+    """
     worst = total = 0.0
     hits = 0
     for step in range(count):

@@ -1,4 +1,6 @@
-"""Cold blocks through a real daemon with an SSD tier: what clients see of settling, promotion, deletes and restarts, over the lane and over gRPC."""
+"""Cold blocks through a real daemon with an SSD tier: what clients see of settling, promotion, deletes and restarts,
+over the lane and over gRPC.
+"""
 
 from __future__ import annotations
 

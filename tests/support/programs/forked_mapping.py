@@ -1,7 +1,7 @@
 """forked_mapping guard|plain|occupied: a child of this process meets its parent's mapping of an arena.
 
-Prints how the child ended (a signal, or an exit code) and the byte that the parent still reads. `occupied`: the child exits with 0 if the guarded
-address is still its own, without access, after it has made mappings of its own.
+Prints how the child ended (a signal, or an exit code) and the byte that the parent still reads. `occupied`: the child
+exits with 0 if the guarded address is still its own, without access, after it has made mappings of its own.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""Writes what `tests/data/last_version/` keeps: SSD directories and Redis values as the version under which this runs writes them.
+"""Writes what `tests/data/last_version/` keeps: SSD directories and Redis values as the version under which this runs
+writes them.
 
     PYTHONPATH=/path/to/that/version python keep_last_version.py --server kvtier.server OUT
 
-Run it with the code of the version before a change of folders or formats, not with the code under test. `kvtier.server` is the module of that
-version's server process (kvtier.daemon where the package has no folders yet). OUT gets `ssd.tar.xz` and `blocks.json`; needs redis-server, the redis library
-and GNU tar. What the modules are called in either version is tried in turn.
+Run it with the code of the version before a change of folders or formats, not with the code under test. `kvtier.server`
+is the module of that version's server process (kvtier.daemon where the package has no folders yet). OUT gets
+`ssd.tar.xz` and `blocks.json`; needs redis-server, the redis library and GNU tar. What the modules are called in either
+version is tried in turn.
 """
 
 from __future__ import annotations
@@ -72,7 +74,9 @@ def descriptions() -> dict[str, Any]:
 
 
 class Kept:
-    """What one medium holds in the end, by namespace: numbers of the blocks that must be whole, must be absent, may be either."""
+    """What one medium holds in the end, by namespace: numbers of the blocks that must be whole, must be absent, may be
+    either.
+    """
 
     def __init__(self, client: Client) -> None:
         self.client = client
