@@ -162,3 +162,11 @@ class Shop:
         found = self.data().find(self.yard.block(n))
         assert found >= 0
         return found
+
+
+def degraded(tier: Ssd) -> int:
+    return tier.gauges()["degraded"]
+
+
+def checkpoints(tier: Ssd) -> int:
+    return tier.gauges()["checkpoints_total"]

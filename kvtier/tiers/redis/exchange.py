@@ -348,7 +348,7 @@ def down(error: Exception, address: Address) -> Down:
 
 
 def _tls_fault(error: BaseException | None) -> ssl.SSLError | None:
-    """The fault of TLS from which an error of redis-py comes, if it comes from one."""
+    """The fault of TLS from which an error of redis-py comes. None if there is none, or if the connection only ended."""
     while error is not None and not isinstance(error, ssl.SSLError):
         error = error.__cause__ or error.__context__
-    return error
+    return None if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError) else error

@@ -1,64 +1,27 @@
 """The Redis tier on a real server: what Redis does by itself (evicts, refuses, forgets), and what stands under its names that is no block of ours.
 
-KVB-15, and KVB-17 c. What the connections do is test_redis_link, what clients see test_redis_daemon.
+KVB-15, and KVB-17 c. What the connections do is test_connections, what clients see test_redis_daemon.
 """
 
 from __future__ import annotations
 
 import random
 import threading
-import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from kvtier.errors import Lost, NotFound, Unavailable
-from kvtier.tiers.redis import presence
 from kvtier.tiers.redis.location import make
 from kvtier.tiers.redis.redis import Redis
 from kvtier.tiers.redis.value import FRONT_BYTES
 from tests.support.daemon import PATIENCE, MiB, until
 from tests.support.redis_servers import Server, needs_redis
+from tests.support.redis_tier import name
 from tests.support.tiers import Town, Yard, fault_of, flip, memory
 
 pytestmark = needs_redis
 KiB = 1024
-
-
-@pytest.fixture
-def server() -> Iterator[Server]:
-    with Server() as made:
-        yield made
-
-
-@pytest.fixture
-def tier(server: Server) -> Iterator[Redis]:
-    made = Redis(make(server.url))
-    yield made
-    made.check_integrity()
-    made.close()
-
-
-@pytest.fixture
-def yard() -> Yard:
-    return Town().yard(8 * KiB)
-
-
-def name(yard: Yard, n: int) -> bytes:
-    return b"kvtier:1:" + yard.key(n).hex().encode()
-
-
-def known(tier: Redis, yard: Yard, *numbers: int) -> list[int]:
-    """Those that the tier says it has, once it is sure of all."""
-    keys = yard.keys(numbers)
-
-    def sure() -> bool:
-        tier.find(keys)
-        return not any(tier.unsure(keys))
-
-    until(sure, "it is sure")
-    return yard.known(tier, numbers)
 
 
 # --- one string a block
@@ -108,48 +71,6 @@ def test_values_of_every_size_come_back(tier: Redis, nbytes: int) -> None:
 # --- asking
 
 
-def test_find_learns_what_others_put_and_what_is_not_there(tier: Redis, server: Server, yard: Yard) -> None:
-    other = Redis(make(server.url))
-    try:
-        yard.put(other, [1, 2])
-    finally:
-        other.close()
-    assert yard.known(tier, [1, 2, 3]) == [], "nobody waits"
-    assert known(tier, yard, 1, 2, 3) == [1, 2]
-    assert tier.unsure(yard.keys([1, 2, 3])) == [False] * 3
-    assert yard.whole(tier, [1, 2, 3]) == [1, 2]
-
-
-def test_a_long_find_is_asked_piece_by_piece_and_many_questions_are_bounded(tier: Redis, yard: Yard) -> None:
-    numbers = range(2000)
-    for first in range(0, 2000, 500):
-        yard.put(tier, range(first, first + 500, 2))
-    tier._presence.forget(yard.namespace.handle)
-    tier._presence = tier._asker._presence = presence.Presence()
-    end = time.monotonic() + PATIENCE
-    while len(yard.known(tier, numbers)) < 1000:
-        tier.check_integrity()
-        assert time.monotonic() < end
-        time.sleep(0.005)
-    assert yard.known(tier, numbers) == list(range(0, 2000, 2))
-
-
-def test_existence_turns_false_within_the_documented_time(
-    tier: Redis, server: Server, yard: Yard, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With its constants a tenth of what they are."""
-    for constant in ("HOLD", "FRESH", "ABSENT"):
-        monkeypatch.setattr(presence, constant, getattr(presence, constant) / 10)
-    yard.put(tier, [1, 2])
-    server.tell("DEL", name(yard, 1))
-    assert yard.known(tier, [1, 2]) == [1, 2], "it was so a moment ago"
-    time.sleep(presence.FRESH + 0.01)
-    until(lambda: yard.known(tier, [1, 2]) == [2], "asked anew, as it is old")
-    time.sleep(presence.HOLD + 0.01)
-    assert yard.known(tier, [1, 2]) == [], "nobody has asked for long"
-    until(lambda: yard.known(tier, [1, 2]) == [2], "asked again")
-
-
 def test_a_miss_after_a_yes_is_a_miss(tier: Redis, server: Server, yard: Yard) -> None:
     yard.put(tier, [1, 2])
     server.tell("FLUSHALL")
@@ -164,62 +85,6 @@ def test_a_miss_after_a_yes_is_a_miss(tier: Redis, server: Server, yard: Yard) -
         0,
     )
     assert yard.put(tier, [1]) == [True] and yard.whole(tier, [1]) == [1]
-
-
-# --- forgetting
-
-
-def test_deletes_reach_redis_and_what_is_written_again_stays(tier: Redis, server: Server, yard: Yard) -> None:
-    yard.put(tier, range(6))
-    assert tier.delete(yard.keys([0, 1, 9])) == 2
-    until(lambda: len(server.names()) == 4, "Redis has forgotten them")
-    chance = random.Random(1)
-    for _ in range(200):
-        n = chance.randrange(6)
-        if chance.random() < 0.5:
-            tier.delete(yard.keys([n]))
-            assert yard.known(tier, [n]) == [] and fault_of(tier, yard, n) is NotFound
-        else:
-            assert yard.put(tier, [n]) == [True]
-            assert yard.whole(tier, [n]) == [n]
-
-
-def test_deletes_wait_while_redis_is_away(tier: Redis, server: Server, yard: Yard) -> None:
-    yard.put(tier, range(4))
-    with server.stopped():
-        assert tier.delete(yard.keys([1, 2])) == 2
-        assert yard.known(tier, [1, 2]) == []
-        assert tier.gauges()["waiting_deletes"] == 2
-    until(lambda: tier.gauges()["waiting_deletes"] == 0, "they are sent")
-    assert set(server.names()) == {name(yard, 0), name(yard, 3)}
-
-
-def test_a_dropped_namespace_goes_from_redis_and_others_stay(tier: Redis, server: Server) -> None:
-    town = Town()
-    one, two = town.yard(8 * KiB), town.yard(8 * KiB, tenant="other")
-    for first in range(0, 1200, 300):
-        one.put(tier, range(first, first + 300))
-    two.put(tier, range(5))
-    server.tell("SET", "kvtier:1:stranger", "x")
-    server.tell("SET", "mine", "x")
-    one.namespace.dropped = True
-    assert tier.drop(one.namespace) == 1200
-    assert one.known(tier, range(3)) == []
-    again = Town().yard(8 * KiB)
-    assert again.put(tier, [1]) in ([False], [True]), "refused until the old ones are gone"
-    until(lambda: len(server.names()) <= 8, "they are gone")
-    assert two.whole(tier, range(5)) == list(range(5))
-    assert {b"mine", b"kvtier:1:stranger"} <= set(server.names())
-    until(lambda: again.put(tier, [2]) == [True], "the namespace may come back")
-    assert again.whole(tier, [2]) == [2]
-
-
-def test_a_namespace_that_was_crowded_out_here_stays_for_others(tier: Redis, server: Server, yard: Yard) -> None:
-    yard.put(tier, range(3))
-    yard.namespace.crowded = yard.namespace.dropped = True
-    assert tier.drop(yard.namespace) == 3
-    time.sleep(0.3)
-    assert len(server.names()) == 3
 
 
 # --- KVB-15: Redis evicts
@@ -326,15 +191,6 @@ def test_names_of_another_kind_are_refused_without_harm(tier: Redis, server: Ser
     assert tier.gauges()["degraded"] == 0
 
 
-def test_a_read_takes_in_no_more_than_it_asked_for(tier: Redis, server: Server, yard: Yard) -> None:
-    """A value of 64 MiB under a block's name costs the block's bytes and one."""
-    server.tell("SETRANGE", name(yard, 1), 64 * MiB, "x")
-    with server.client() as client:
-        before = int(client.info("stats")["total_net_output_bytes"])
-        assert fault_of(tier, yard, 1) is Lost
-        assert int(client.info("stats")["total_net_output_bytes"]) - before < MiB
-
-
 # --- threads
 
 
@@ -350,32 +206,6 @@ def test_more_threads_than_connections_share_them(server: Server, yard: Yard) ->
                 most.append(tier.gauges()["connections"])
         assert max(most) <= 3
         assert tier.gauges()["read_faults_total"] == 0
-    finally:
-        tier.close()
-
-
-def test_a_call_that_finds_no_connection_free_says_nothing_about_redis(server: Server, yard: Yard) -> None:
-    tier = Redis(make(server.url, {"connections": 2, "timeout": 1.0}))
-    try:
-        yard.put(tier, range(2))
-        taken, done = threading.Barrier(3), threading.Event()
-
-        def hold() -> None:
-            with tier._calls.connections.connection():
-                taken.wait(PATIENCE)
-                assert done.wait(PATIENCE)
-
-        holders = [threading.Thread(target=hold) for _ in range(2)]
-        for holder in holders:
-            holder.start()
-        taken.wait(PATIENCE)
-        with pytest.raises(Unavailable, match="in use"):
-            tier.read(yard.key(1), memory(yard.slot_bytes), yard.nbytes)
-        assert tier.gauges()["breaker"] == 0 and tier.gauges()["read_faults_total"] == 0
-        done.set()
-        for holder in holders:
-            holder.join(PATIENCE)
-        until(lambda: yard.whole(tier, [0, 1]) == [0, 1], "they are free again")
     finally:
         tier.close()
 

@@ -1,12 +1,9 @@
-"""The SSD tier: its directory, what it does when the disk does not, what it keeps over restarts. The contract is in test_tier_contract.py, crashes in
+"""The SSD tier: its directory, what it does when the disk does not, what it keeps over restarts. The contract is in test_tier.py, crashes in
 test_crash.py, disks that really fill up in test_disk_full.py."""
 
 from __future__ import annotations
 
 import errno
-import json
-import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,124 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.errors import Full, Invalid, NotFound, Unavailable
-from kvtier.tiers import health
-from kvtier.tiers.ssd import index, ssd
+from kvtier.errors import Invalid, NotFound, Unavailable
+from kvtier.tiers.ssd import ssd
 from kvtier.tiers.ssd.ssd import MIN_CAPACITY, Ssd
-from tests.support.daemon import PATIENCE, until
+from tests.support.daemon import PATIENCE, KiB, MiB, until
 from tests.support.disks import READ_ONLY, Failing
-from tests.support.tiers import Shop, Town, Yard, fault_of
-
-KiB, MiB = 1024, 1 << 20
-
-
-@pytest.fixture
-def shop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shop]:
-    monkeypatch.setattr(health, "PAUSE", (0.05, 0.2))
-    with Shop(tmp_path / "ssd") as made:
-        made.open()
-        yield made
-
-
-@pytest.fixture
-def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    """The log's events so far, of faults."""
-    caplog.set_level(logging.INFO, "kvtier.tiers.tier")
-    return lambda: [record.message for record in caplog.records if record.levelno >= logging.WARNING]
-
-
-def degraded(tier: Ssd) -> int:
-    return tier.gauges()["degraded"]
-
-
-# --- the directory
-
-
-def test_a_directory_holds_five_kinds_of_files_for_nobody_else_to_read(shop: Shop) -> None:
-    shop.yard.put(shop.tier, [1])
-    assert sorted(path.name for path in shop.path.iterdir()) == ["blocks", "format.json", "journal.00000001", "lock"]
-    assert shop.path.stat().st_mode & 0o777 == 0o700
-    assert {path.stat().st_mode & 0o777 for path in shop.path.iterdir()} == {0o600}
-    assert json.loads((shop.path / "format.json").read_text()) == {"kvtier_ssd": 1, "slab_bytes": 480 * KiB}
-    assert (shop.path / "lock").read_text() == str(os.getpid())
-
-
-def test_a_slot_in_the_file_is_the_slot_in_memory(shop: Shop) -> None:
-    out = shop.yard.outgoing(7)
-    shop.tier.write([out])
-    place = shop.place(7)
-    assert place % 4096 == 0
-    assert shop.data()[place : place + len(out.slot)] == out.slot
-
-
-def test_one_owner_at_a_time(shop: Shop) -> None:
-    with pytest.raises(Unavailable, match=rf"belongs to another daemon \(process {os.getpid()}\): stop it"):
-        Ssd(shop.path, MIN_CAPACITY, shop.town.register)
-    shop.yard.put(shop.tier, [1])
-    shop.open()
-    assert shop.yard.whole(shop.tier, [1]) == [1]
-
-
-def test_a_refused_start_gives_everything_back(shop: Shop, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "notes.txt").write_text("mine")
-    descriptors = os.listdir("/proc/self/fd")
-    for path, capacity in (
-        (other, MIN_CAPACITY),
-        (tmp_path / "a", MIN_CAPACITY - 1),
-        (tmp_path / "a", 2**44 + 1),
-        (other / "notes.txt", MIN_CAPACITY),
-    ):
-        with pytest.raises(Invalid):
-            Ssd(path, capacity, shop.town.register)
-    assert os.listdir("/proc/self/fd") == descriptors
-    assert sorted(path.name for path in other.iterdir()) in (["notes.txt"], ["lock", "notes.txt"])
-
-
-def test_a_start_that_was_cut_off_does_not_bar_the_next(tmp_path: Path) -> None:
-    (tmp_path / "lock").write_text("12345")
-    (tmp_path / "format.json.tmp").write_text('{"kvt')
-    (tmp_path / "lost+found").mkdir()
-    tier = Ssd(tmp_path, MIN_CAPACITY, Town().register)
-    tier.close()
-    assert not (tmp_path / "format.json.tmp").exists()
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("", "not readable"),
-        ("[]", "not readable"),
-        ("[" * 5000, "not readable"),
-        ('{"kvtier_ssd": 1}', "not readable"),
-        ('{"kvtier_ssd": 2, "slab_bytes": 4096}', "SSD format 2; this version reads 1"),
-        ('{"kvtier_ssd": 1, "slab_bytes": 4097}', "not pages"),
-        ('{"kvtier_ssd": 1, "slab_bytes": 0}', "not pages"),
-        ('{"kvtier_ssd": 1, "slab_bytes": "4096"}', "not pages"),
-        ('{"kvtier_ssd": 1, "slab_bytes": true}', "not pages"),
-        ('{"kvtier_ssd": 1, "slab_bytes": 1e9}', "not pages"),
-    ],
-)
-def test_another_format_is_refused(text: str, words: str, tmp_path: Path) -> None:
-    (tmp_path / "format.json").write_text(text)
-    with pytest.raises(Invalid, match=words):
-        Ssd(tmp_path, MIN_CAPACITY, Town().register)
-
-
-def test_a_disk_that_has_run_out_is_told_from_a_wrong_path(tmp_path: Path) -> None:
-    disk = Failing()
-    for code, kind in (
-        (errno.ENOSPC, Full),
-        (errno.EIO, Full),
-        (errno.EMFILE, Full),
-        (errno.EROFS, Invalid),
-        (errno.EACCES, Invalid),
-    ):
-        disk.fail("open", code)
-        with pytest.raises(kind, match="cannot use"):
-            Ssd(tmp_path / "ssd", MIN_CAPACITY, Town().register, disk=disk)
-
+from tests.support.tiers import Shop, Town, Yard, checkpoints, degraded, fault_of
 
 # --- restarts
 
@@ -177,20 +62,6 @@ def test_a_smaller_capacity_holds_from_the_start(shop: Shop) -> None:
         assert large.put(shop.tier, [n]) == [True], "and may grow again"
 
 
-def test_a_smaller_capacity_shortens_the_index_too(tmp_path: Path) -> None:
-    shop = Shop(tmp_path / "ssd")
-    shop.open(32 * MiB)
-    for first in range(0, 7000, 32):
-        shop.yard.put(shop.tier, range(first, first + 32))
-    until(lambda: checkpoints(shop.tier), "a checkpoint of all these")
-    shop.open(6 * MiB)
-    assert shop.used() <= 6 * MiB
-    shop.tier.check_integrity()
-    assert shop.yard.put(shop.tier, [9999]) == [True]
-    assert len(shop.yard.known(shop.tier, range(7000))) > 900
-    shop.tier.close()
-
-
 def test_a_capacity_below_one_slab_is_refused(tmp_path: Path) -> None:
     shop = Shop(tmp_path / "ssd")
     shop.open(64 * MiB)
@@ -199,111 +70,6 @@ def test_a_capacity_below_one_slab_is_refused(tmp_path: Path) -> None:
     shop.open(9 * MiB)
     assert shop.yard.put(shop.tier, [1]) == [True]
     shop.tier.close()
-
-
-def test_a_namespace_of_a_newer_version_is_left_alone(shop: Shop, lines: Callable[[], list[str]]) -> None:
-    other = shop.town.yard(model="org/other")
-    shop.yard.put(shop.tier, [1])
-    other.put(shop.tier, range(2, 12))
-    shop.tier.close()
-    town = Town()
-
-    def register(raw: bytes, tenant: str) -> object:
-        if b"org/other" in raw:
-            raise Invalid("format 99")
-        return town.namespaces.register(raw, tenant)
-
-    shop.tier = Ssd(shop.path, MIN_CAPACITY, register, disk=shop.disk)  # type: ignore[arg-type]
-    assert lines() == ["ssd namespace not understood"]
-    assert shop.tier.gauges()["blocks"] == 1
-    third = town.yard(model="org/third")
-    assert third.put(shop.tier, [3]) == [True]
-    shop.open()
-    assert shop.yard.whole(shop.tier, [1]) == [1]
-    assert shop.town.yard(model="org/third").whole(shop.tier, [3]) == [3]
-    again = shop.town.yard(model="org/other")
-    assert len(again.whole(shop.tier, range(2, 12))) == 9, (
-        "its number was not used for another, and one slot was free to be used"
-    )
-
-
-def test_namespaces_without_blocks_are_not_registered(shop: Shop) -> None:
-    other = shop.town.yard(model="org/other")
-    shop.yard.put(shop.tier, [1])
-    other.put(shop.tier, [2])
-    shop.tier.drop(other.namespace)
-    shop.tier.close()
-    town = Town()
-    shop.tier = Ssd(shop.path, MIN_CAPACITY, town.register, disk=shop.disk)
-    assert [namespace.description.model for namespace in town.namespaces.all()] == ["org/m"]
-
-
-# --- checkpoints
-
-
-def checkpoints(tier: Ssd) -> int:
-    return tier.gauges()["checkpoints_total"]
-
-
-def test_the_index_is_shortened_and_says_the_same(shop: Shop) -> None:
-    for round_ in range(6):
-        for first in range(0, 640, 16):
-            shop.yard.put(shop.tier, range(first, first + 16))
-        shop.tier.delete(shop.yard.keys(range(round_, 640, 7)))
-    until(lambda: checkpoints(shop.tier) >= 2, "checkpoints are written")
-    known = shop.yard.known(shop.tier, range(640))
-    assert shop.tier.gauges()["index_bytes"] < 192 * KiB
-    shop.open()
-    assert shop.yard.known(shop.tier, range(640)) == known == shop.yard.whole(shop.tier, range(640))
-
-
-def test_a_namespace_left_out_of_a_checkpoint_is_told_again(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its number stands in journals that are gone: blocks put under it later would have no description."""
-    monkeypatch.setattr(index, "CHECKPOINT_BYTES", 1)
-    other = shop.town.yard(model="org/other")
-    other.put(shop.tier, [1])
-    shop.tier.delete(other.keys([1]))
-    before = checkpoints(shop.tier)
-    for first in range(0, 640, 32):
-        shop.yard.put(shop.tier, range(first, first + 32))
-    until(lambda: checkpoints(shop.tier) > before, "a checkpoint without the other namespace")
-    assert other.put(shop.tier, [2]) == [True]
-    shop.open()
-    assert shop.town.yard(model="org/other").whole(shop.tier, [1, 2]) == [2]
-
-
-def test_a_checkpoint_that_cannot_be_written_is_said_once_and_tried_again(
-    shop: Shop, lines: Callable[[], list[str]]
-) -> None:
-    """As with a directory that lost its permissions, or no descriptor: what is open goes on being written."""
-    shop.disk.fail("open", errno.EACCES)
-    said = []
-    for first in range(0, 700, 4):
-        said.append(all(shop.yard.put(shop.tier, range(first, first + 4))))
-    assert all(said), "blocks are written all the while"
-    until(lambda: degraded(shop.tier), "a checkpoint is due and fails")
-    assert lines() == ["tier degraded"]
-    shop.disk.heal()
-    until(lambda: not degraded(shop.tier), "it is tried again")
-    assert checkpoints(shop.tier) >= 1
-    assert lines() == ["tier degraded", "tier recovered"]
-
-
-def test_an_index_without_room_refuses_and_does_not_break(shop: Shop) -> None:
-    """Descriptions have their part of the index. Beyond it a namespace's blocks are refused, until another's description is not needed any more."""
-    large = [shop.town.yard(model=f"org/{i}", backend="b" * 200, physical="p" * 200) for i in range(60)]
-    answers = [yard.put(shop.tier, [1])[0] for yard in large]
-    assert answers[0] and not answers[-1]
-    refused = shop.tier.gauges()["refused_blocks_total"]
-    assert refused >= answers.count(False)
-    assert not degraded(shop.tier), "nothing is wrong with the disk"
-    assert shop.used() <= MIN_CAPACITY
-    for yard in large[:40]:
-        shop.tier.drop(yard.namespace)
-    until(lambda: large[-1].put(shop.tier, [1])[0], "a checkpoint leaves the dropped ones out")
-    shop.open()
-    again = shop.town.yard(model="org/59", backend="b" * 200, physical="p" * 200)
-    assert again.whole(shop.tier, [1]) == [1]
 
 
 # --- the capacity
@@ -336,33 +102,6 @@ def test_ten_times_the_capacity_never_takes_more_than_the_capacity(shop: Shop) -
     assert checkpoints(shop.tier) >= 1
     assert not degraded(shop.tier)
     shop.tier.check_integrity()
-
-
-def test_a_floor_of_free_space_is_kept(shop: Shop, lines: Callable[[], list[str]]) -> None:
-    shop.open(MIN_CAPACITY, min_free=10 * MiB)
-    shop.disk.free_bytes = 10 * MiB + 500 * KiB
-    assert shop.yard.put(shop.tier, range(8)) == [True] * 8
-    shop.disk.free_bytes = 10 * MiB + 20 * KiB
-    for first in range(0, 480, 8):
-        shop.yard.put(shop.tier, range(first, first + 8))
-    assert degraded(shop.tier) == 1
-    assert shop.tier.gauges()["file_bytes"] == 480 * KiB, "one slab, and what is in it goes round"
-    assert shop.yard.whole(shop.tier, range(480 - 8, 480)) == list(range(472, 480))
-    assert lines() == ["tier degraded"]
-    shop.disk.free_bytes = None
-    shop.yard.put(shop.tier, range(1000, 1008))
-    assert degraded(shop.tier) == 0
-    assert lines() == ["tier degraded", "tier recovered"]
-
-
-def test_a_file_that_cannot_grow_is_left_as_it_was(shop: Shop) -> None:
-    shop.disk.fail("allocate", errno.ENOSPC)
-    assert shop.yard.put(shop.tier, [1]) == [False]
-    assert degraded(shop.tier) == 1
-    assert (shop.path / "blocks").stat().st_size == 0
-    shop.disk.heal()
-    assert shop.yard.put(shop.tier, [1]) == [True]
-    assert degraded(shop.tier) == 0
 
 
 # --- faults
@@ -468,16 +207,6 @@ def test_a_block_that_cannot_be_read_three_times_is_given_up(shop: Shop) -> None
     assert (gauges["read_faults_total"], gauges["lost_blocks_total"], gauges["quarantined_slots"]) == (3, 1, 1)
     assert shop.yard.put(shop.tier, [1]) == [True]
     assert shop.place(1) != place or shop.data().count(shop.yard.block(1)) == 2, "the bad place rests"
-
-
-def test_a_file_system_that_takes_o_direct_and_then_refuses_it(shop: Shop, lines: Callable[[], list[str]]) -> None:
-    assert shop.tier.gauges()["direct"] == 1
-    shop.disk.fail("write", errno.EINVAL, times=1)
-    assert shop.yard.put(shop.tier, [1, 2]) == [True, True]
-    assert shop.yard.whole(shop.tier, [1, 2]) == [1, 2]
-    assert shop.tier.gauges()["direct"] == 0
-    assert lines() == ["ssd buffered"], "said once"
-    assert not degraded(shop.tier)
 
 
 # --- nobody waits for the disk

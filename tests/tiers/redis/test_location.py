@@ -1,4 +1,4 @@
-"""The parts of the Redis tier that need no server: settings, the bytes in front of a block, what was heard, the breaker."""
+"""Where a Redis is: URLs, options and password files that are understood or refused, and that no password is shown."""
 
 from __future__ import annotations
 
@@ -6,22 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.errors import Invalid, Lost
+from kvtier.errors import Invalid
 from kvtier.server.settings import BY_NAME, load
-from kvtier.tiers import breaker
-from kvtier.tiers.breaker import CLOSED, HALF_OPEN, OPEN, Breaker
-from kvtier.tiers.redis import presence
 from kvtier.tiers.redis.location import RedisLocation, make, parse_url
-from kvtier.tiers.redis.presence import Presence
-from kvtier.tiers.redis.value import FRONT_BYTES, front, read_front
-from tests.support.daemon import until
 
 ODD = "p@ss:/#%25 w"
 ENCODED = "p%40ss%3A%2F%23%2525%20w"
-KEY, OTHER = bytes(range(32)), bytes(range(1, 33))
-
-
-# --- location
 
 
 @pytest.mark.parametrize(
@@ -164,107 +154,3 @@ def test_settings_that_are_refused(value: object, words: str) -> None:
     with pytest.raises(Invalid, match=words) as error:
         BY_NAME["redis"].parse(value)
     assert ":secret@" not in str(error.value)
-
-
-# --- the front
-
-
-def test_a_front_is_read_back() -> None:
-    raw = front(KEY, 2**24, 2**64 - 1)
-    assert len(raw) == FRONT_BYTES == 32
-    assert read_front(raw, KEY, 2**24) == 2**64 - 1
-
-
-def test_a_front_that_is_not_of_this_block_is_lost() -> None:
-    good = front(KEY, 4096, 77)
-    for raw, key, nbytes in [
-        (good, OTHER, 4096),
-        (good, KEY, 4097),
-        (good[:-1], KEY, 4096),
-        (good + b"\0", KEY, 4096),
-        (b"", KEY, 4096),
-    ]:
-        with pytest.raises(Lost):
-            read_front(raw, key, nbytes)
-    for at in [*range(16), *range(24, 32)]:  # every byte but the checksum's
-        bad = bytearray(good)
-        bad[at] ^= 0x10
-        with pytest.raises(Lost):
-            read_front(bytes(bad), KEY, 4096)
-
-
-# --- what was heard
-
-
-def test_answers_grow_old() -> None:
-    answers = Presence()
-    answers.hear([(KEY, True), (OTHER, False)], handle=3)
-    now = answers._answers[KEY][1]
-    assert answers.get(KEY, now) is True and answers.get(OTHER, now) is False and answers.get(b"x", now) is None
-    assert answers.get(KEY, now + presence.HOLD) is True and answers.get(KEY, now + presence.HOLD + 0.1) is None
-    assert answers.get(OTHER, now + presence.ABSENT + 0.1) is None
-    assert (
-        answers.fresh(KEY, now + presence.FRESH)
-        and not answers.fresh(KEY, now + presence.FRESH + 0.1)
-        and not answers.fresh(OTHER, now)
-    )
-    assert answers.handles() == {3}
-    answers.check_integrity()
-
-
-def test_a_yes_to_an_older_question_does_not_bring_a_forgotten_block_back() -> None:
-    answers = Presence()
-    answers.hear([(KEY, True)])
-    began = answers._answers[KEY][1]
-    answers.hear([(KEY, False)])
-    answers.hear([(KEY, True)], began=began)
-    assert answers.get(KEY, answers._answers[KEY][1]) is False
-    answers.hear([(KEY, True)])
-    assert answers.get(KEY, answers._answers[KEY][1]) is True, "but a write does"
-
-
-def test_what_is_heard_is_bounded_and_namespaces_are_counted() -> None:
-    answers = Presence(most=8)
-    for n in range(100):
-        answers.hear([(n.to_bytes(32, "little"), True)], handle=1 + n % 2)
-        answers.check_integrity()
-    assert len(answers) == 8 and answers.handles() == {1, 2}
-    assert len(answers.forget(1)) == 4 and answers.handles() == {2} and answers.forget(1) == []
-    answers.check_integrity()
-
-
-# --- the breaker
-
-
-def test_a_breaker_opens_after_failures_in_a_row_and_closes_after_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(breaker, "PAUSE", (0.01, 0.05))
-    one = Breaker()
-    for _ in range(5):
-        assert not one.bad("once")
-        assert not one.good() and one.closed, "a success in between"
-    assert not one.bad("first")
-    assert one.bad("second") and one.state == OPEN and one.reason == "second"
-    assert not one.bad("a call from before"), "it is open already"
-    until(one.due, "a trial is due")
-    assert one.state == HALF_OPEN and not one.due(), "one trial at a time"
-    assert not one.bad("a call from before") and one.state == HALF_OPEN, "which is no trial"
-    assert not one.bad("trial", trial=True) and one.state == OPEN
-    until(one.due, "another")
-    assert one.good() and one.state == CLOSED and one.reason == ""
-    assert one.opened_total == 1
-
-
-def test_pauses_grow_to_a_limit() -> None:
-    one = Breaker()
-    one.bad("x")
-    one.bad("x")
-    waits = []
-    for _ in range(12):
-        before = breaker.time.monotonic()
-        one.bad("x", trial=True)
-        waits.append(one._not_before - before)
-    assert (
-        waits[0] < waits[2] < waits[4]
-        and max(waits) <= breaker.PAUSE[1] + 1
-        and min(waits[6:]) >= breaker.PAUSE[1] * 0.75
-    )

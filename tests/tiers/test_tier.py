@@ -327,3 +327,7 @@ def test_a_stalled_tier_hangs_and_goes_on(yard: Yard, tmp_path: Path) -> None:
     assert done.wait(PATIENCE)
     writer.join()
     assert yard.whole(tier, [1]) == [1]
+
+
+def test_quiet_rates_do_nothing() -> None:
+    assert Rates() == every(0.0)

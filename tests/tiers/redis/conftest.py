@@ -1,0 +1,33 @@
+"""A real server, a tier on it, and blocks of 8 KiB."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvtier.tiers.redis.location import make
+from kvtier.tiers.redis.redis import Redis
+from tests.support.redis_servers import Server
+from tests.support.tiers import Town, Yard
+
+KiB = 1024
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as made:
+        yield made
+
+
+@pytest.fixture
+def tier(server: Server) -> Iterator[Redis]:
+    made = Redis(make(server.url))
+    yield made
+    made.check_integrity()
+    made.close()
+
+
+@pytest.fixture
+def yard() -> Yard:
+    return Town().yard(8 * KiB)
