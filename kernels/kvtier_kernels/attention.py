@@ -1,10 +1,12 @@
-"""Decode: attention of one query a sequence over its paged KV, native and FP8 pages mixed, split over the keys and merged.
+"""Decode: attention of one query a sequence over its paged KV, native and FP8 pages mixed, split over the keys and
+merged.
 
     out = sum_t softmax_t(s)_t v_t,  lse = ln sum_t exp(s_t) (+ exp(sink));  s, k and v as in `tile`
 
-FP8 is upcast to fp16 in registers and multiplied by f16 tensor cores: at M = 16 an FP8 dot becomes just that on sm_90 (mma.sync after
-F2FP), costs accuracy (3e-2 against 2e-4) and wins nothing. A purely native cache is multiplied in its own format. A program owns one sequence, one
-KV head with the query heads of its group (any number), and one part of the keys; heads of a group share every load. Runs on the current stream.
+FP8 is upcast to fp16 in registers and multiplied by f16 tensor cores: at M = 16 an FP8 dot becomes just that on sm_90
+(mma.sync after F2FP), costs accuracy (3e-2 against 2e-4) and wins nothing. A purely native cache is multiplied in its
+own format. A program owns one sequence, one KV head with the query heads of its group (any number), and one part of the
+keys; heads of a group share every load. Runs on the current stream.
 """
 
 from __future__ import annotations
@@ -38,9 +40,11 @@ from kvtier_kernels.tile import (
 def step(
     j, q, acc, top, total, unit, first_seen, last_seen, keys, values, flags, table, end, head, factor, cap,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, FORM: tl.constexpr,
-    KEY_SCALES: tl.constexpr, VALUE_SCALES: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    KEY_SCALES: tl.constexpr, VALUE_SCALES: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr,
 ):  # fmt: skip
-    """Attends to tile j, tokens [j * TILE, (j + 1) * TILE) before `end`. Row m sees positions from first_seen[m] to last_seen[m]."""
+    """Attends to tile j, tokens [j * TILE, (j + 1) * TILE) before `end`. Row m sees positions from first_seen[m] to
+    last_seen[m]."""
     d, dv = tl.arange(0, D), tl.arange(0, DV)
     t, page, within = places(j, table, end, PAGE, TILE)
     live = t < end
@@ -77,12 +81,12 @@ def step(
 @triton.jit
 def _decode(
     queries, keys, values, flags, tables, lengths, sinks, outputs, lses, factor, cap, table_stride, kv_heads, window,
-    GROUP: tl.constexpr, M: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-    SPLITS: tl.constexpr, FORM: tl.constexpr, KEY_SCALES: tl.constexpr, VALUE_SCALES: tl.constexpr, CAPPED: tl.constexpr,
-    WINDOWED: tl.constexpr, SINKS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    GROUP: tl.constexpr, M: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, PAGE: tl.constexpr,
+    TILE: tl.constexpr, SPLITS: tl.constexpr, FORM: tl.constexpr, KEY_SCALES: tl.constexpr, VALUE_SCALES: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """One sequence, KV head and part of the keys. queries are Rows (page = sequence); outputs [sequences, heads, SPLITS, VALUE_WIDTH], lses
-    likewise."""
+    """One sequence, KV head and part of the keys. queries are Rows (page = sequence); outputs [sequences, heads,
+    SPLITS, VALUE_WIDTH], lses likewise."""
     sequence, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     m, d, dv = tl.arange(0, M), tl.arange(0, D), tl.arange(0, DV)
     end = tl.load(lengths + sequence)
@@ -104,8 +108,9 @@ def _decode(
     first_seen, last_seen = tl.zeros([M], tl.int32) + first, tl.zeros([M], tl.int32) + (end - 1)
     for j in range(low, high):
         acc, top, total, unit = step(
-            j, q, acc, top, total, unit, first_seen, last_seen, keys, values, flags, tables + sequence * table_stride, end, head, factor, cap,
-            WIDTH, VALUE_WIDTH, PAGE, TILE, FORM, KEY_SCALES, VALUE_SCALES, CAPPED, WINDOWED, D, DV,
+            j, q, acc, top, total, unit, first_seen, last_seen, keys, values, flags, tables + sequence * table_stride,
+            end, head, factor, cap, WIDTH, VALUE_WIDTH, PAGE, TILE, FORM, KEY_SCALES, VALUE_SCALES, CAPPED, WINDOWED, D,
+            DV,
         )  # fmt: skip
     if FORM != NATIVE:
         unit = unit * (1.0 / WEIGHT)
@@ -141,8 +146,10 @@ def decode(
     queries   [sequences, heads, width] bf16, fp16 or f32, the query of the sequence's last token
     table     int32 [sequences, pages]: page ids in the order of tokens; entries beyond a sequence's length are not used
     lengths   int32 [sequences]: tokens of each sequence, that of the query among them; 0 gives out 0 and lse -Inf
-    most      an upper bound of the lengths, known on the host: launches depend on it alone, so a captured graph stays right as sequences grow
-    scale     of the logits, width ** -0.5 if None. window: a query sees that many last tokens. cap: of the logits, 0 for none
+    most      an upper bound of the lengths, known on the host: launches depend on it alone, so a captured graph stays
+              right as sequences grow
+    scale     of the logits, width ** -0.5 if None. window: a query sees that many last tokens. cap: of the logits, 0
+              for none
     sinks     f32 [heads]: one more logit a head, of no value, in the softmax and in the lse
     dtype     of the output, that of the queries if None
     splits    parts that the keys are cut into, chosen by `tuning.splits` if None
@@ -163,13 +170,14 @@ def decode(
     known = tuning.knows_e4m3(queries.device)
     flags = cache.flags if cache.flags is not None else table
     _decode[(sequences, kv_heads, parts)](
-        Rows(queries, queries.stride(0), queries.stride(1), 0), cache.keys.side(known), cache.values.side(known), flags, table, lengths,
-        lses if sinks is None else sinks, outputs, lses, (width**-0.5 if scale is None else scale) * LOG2E.value, cap * LOG2E.value,
-        table.stride(0), kv_heads, window or 0,
-        GROUP=group, M=max(16, triton.next_power_of_2(group)), WIDTH=width, VALUE_WIDTH=value_width, PAGE=cache.tokens, TILE=tune.tile,
-        SPLITS=parts, FORM=cache.form, KEY_SCALES=modes[0], VALUE_SCALES=modes[1], CAPPED=cap > 0, WINDOWED=window is not None,
-        SINKS=sinks is not None, D=triton.next_power_of_2(width), DV=triton.next_power_of_2(value_width),
-        num_warps=tune.warps, num_stages=tune.stages,
+        Rows(queries, queries.stride(0), queries.stride(1), 0), cache.keys.side(known), cache.values.side(known), flags,
+        table, lengths, lses if sinks is None else sinks, outputs, lses,
+        (width**-0.5 if scale is None else scale) * LOG2E.value, cap * LOG2E.value, table.stride(0), kv_heads,
+        window or 0,
+        GROUP=group, M=max(16, triton.next_power_of_2(group)), WIDTH=width, VALUE_WIDTH=value_width, PAGE=cache.tokens,
+        TILE=tune.tile, SPLITS=parts, FORM=cache.form, KEY_SCALES=modes[0], VALUE_SCALES=modes[1], CAPPED=cap > 0,
+        WINDOWED=window is not None, SINKS=sinks is not None, D=triton.next_power_of_2(width),
+        DV=triton.next_power_of_2(value_width), num_warps=tune.warps, num_stages=tune.stages,
     )  # fmt: skip
     return (outputs[:, :, 0], lses[:, :, 0]) if parts == 1 else merge(outputs, lses, dtype)
 
@@ -191,7 +199,8 @@ def check(
         torch.float32,
     ):
         raise Invalid(
-            f"queries are bf16, fp16 or f32 with rows on multiples of 16 elements, not {queries.dtype} of strides {queries.stride()}"
+            f"queries are bf16, fp16 or f32 with rows on multiples of 16 elements, not {queries.dtype} of strides "
+            f"{queries.stride()}"
         )
     if cache.device != queries.device or (sinks is not None and sinks.device != queries.device):
         raise Invalid(f"cache and sinks must be on {queries.device}, like the queries")

@@ -1,8 +1,10 @@
-"""Which bytes of a block belong to which rows of an engine's caches: `layout` and `paged` joined into tables that one launch walks.
+"""Which bytes of a block belong to which rows of an engine's caches: `layout` and `paged` joined into tables that one
+launch walks.
 
-A plan is made once per layout and set of caches. Its *sorts* are the parts (layer, K or V) that agree in width, formats and strides, so a kernel is
-launched once per sort, mostly once in all, for every layer of every block of a batch. What differs between the parts of a sort is in its table, int64
-[rows, FIELDS] on the device; addresses count from the sort's first part. Immutable; any thread may use it.
+A plan is made once per layout and set of caches. Its *sorts* are the parts (layer, K or V) that agree in width, formats
+and strides, so a kernel is launched once per sort, mostly once in all, for every layer of every block of a batch. What
+differs between the parts of a sort is in its table, int64 [rows, FIELDS] on the device; addresses count from the sort's
+first part. Immutable; any thread may use it.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from kvtier.format.layout import SCALE_BYTES, Extents, pad
 from kvtier.format.layout import Part as LayoutPart
 from kvtier_kernels.paged import Paged, Plane
 
-# Fields of a table's row. Offsets of the caches count elements of the view concerned, those of the body elements of what is written there.
+# Fields of a table's row. Offsets of the caches count elements of the view concerned, those of the body elements of
+# what is written there.
 NATIVE_AT, CODES_AT, SLOT_SCALES_AT, DATA_AT, SCALES_AT, PAD_AT, PAD_BYTES, INDEX = range(8)
 FIELDS = 8
 _NATIVE = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -28,14 +31,16 @@ SCALE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @triton.jit
 def token_rows(page_of, t, live, rows, PAGE: tl.constexpr):
-    """Offsets of tokens `t` of a block whose page ids start at `page_of`, within one head's rows; 64 bits, as caches exceed 2^31 elements."""
+    """Offsets of tokens `t` of a block whose page ids start at `page_of`, within one head's rows; 64 bits, as caches
+    exceed 2^31 elements."""
     page = tl.load(page_of + t // PAGE, mask=live, other=0).to(tl.int64)
     return tl.multiple_of(page * rows.page + (t % PAGE) * rows.token, 16)
 
 
 @triton.jit
 def zero_padding(body_bytes, entry, active, AT: tl.constexpr, SIZE: tl.constexpr):
-    """Zeros behind the scales of a head's run that starts at `body_bytes`, if `active`: padding is content too, equal KV makes equal bytes."""
+    """Zeros behind the scales of a head's run that starts at `body_bytes`, if `active`: padding is content too, equal
+    KV makes equal bytes."""
     i = tl.arange(0, 16)
     tl.store(
         body_bytes + tl.load(entry + AT) + i,
@@ -53,7 +58,8 @@ def _mark(flags, pages, count, FP8: tl.constexpr, N: tl.constexpr):
 
 @dataclass(frozen=True, slots=True)
 class Sort:
-    """Parts that one launch can walk. `first` is the plane that offsets count from; `index` in the table is layer * parts + part, for counts."""
+    """Parts that one launch can walk. `first` is the plane that offsets count from; `index` in the table is layer *
+    parts + part, for counts."""
 
     part: LayoutPart
     first: Plane
@@ -89,7 +95,8 @@ class BatchPlan:
         return self.extents.group.tokens // self.page
 
     def check(self, pages: torch.Tensor, bodies: torch.Tensor) -> int:
-        """Raises Invalid unless these are page ids [blocks, pages of a block] and bodies [blocks, >= body_bytes] on 16 bytes; returns the blocks."""
+        """Raises Invalid unless these are page ids [blocks, pages of a block] and bodies [blocks, >= body_bytes] on 16
+        bytes; returns the blocks."""
         if (
             pages.dim() != 2
             or pages.shape[1] != self.pages
@@ -97,7 +104,8 @@ class BatchPlan:
             or not pages.is_contiguous()
         ):
             raise Invalid(
-                f"page ids must be int32 or int64 [blocks, {self.pages}], contiguous, not {pages.dtype} of shape {tuple(pages.shape)}"
+                f"page ids must be int32 or int64 [blocks, {self.pages}], contiguous, not {pages.dtype} of shape "
+                f"{tuple(pages.shape)}"
             )
         if (
             bodies.dim() != 2
@@ -106,18 +114,21 @@ class BatchPlan:
             or bodies.shape[1] < self.extents.body_bytes
         ):
             raise Invalid(
-                f"bodies must be uint8 [{pages.shape[0]}, {self.extents.body_bytes}], not {bodies.dtype} of shape {tuple(bodies.shape)}"
+                f"bodies must be uint8 [{pages.shape[0]}, {self.extents.body_bytes}], not {bodies.dtype} of shape "
+                f"{tuple(bodies.shape)}"
             )
         if bodies.stride(1) != 1 or bodies.stride(0) % 16 or bodies.data_ptr() % 16:
             raise Invalid("bodies must be contiguous runs on multiples of 16 bytes")
         if pages.device != self.device or bodies.device != self.device:
             raise Invalid(
-                f"the caches are on {self.device}, page ids on {pages.device} and bodies on {bodies.device}: all must be on one device"
+                f"the caches are on {self.device}, page ids on {pages.device} and bodies on {bodies.device}: all must "
+                "be on one device"
             )
         return pages.shape[0]
 
     def mark(self, pages: torch.Tensor, fp8: bool) -> None:
-        """Sets the flags of these pages, where there are flags; ids below 0 are skipped. One launch on the current stream."""
+        """Sets the flags of these pages, where there are flags; ids below 0 are skipped. One launch on the current
+        stream."""
         if self.flags is not None and pages.numel():
             _mark[(-(-pages.numel() // 256),)](self.flags, pages, pages.numel(), FP8=int(fp8), N=256, num_warps=1)
 
@@ -125,9 +136,10 @@ class BatchPlan:
 def plan(extents: Extents, caches: Sequence[Paged]) -> BatchPlan:
     """The plan of one layout range over one cache per layer of it.
 
-    Every cache has the same page size, which divides an engine block, and exactly the heads of the range (slice it). An excluded layer is a native
-    part; its cache may be native or MIXED. Raises Invalid for what does not fit together, and for formats that the kernels do not write: e5m2,
-    e4m3fnuz, fp32 elements, fp16 scales (they cannot hold the codec's bounds) and static scales in less than fp32.
+    Every cache has the same page size, which divides an engine block, and exactly the heads of the range (slice it). An
+    excluded layer is a native part; its cache may be native or MIXED. Raises Invalid for what does not fit together,
+    and for formats that the kernels do not write: e5m2, e4m3fnuz, fp32 elements, fp16 scales (they cannot hold the
+    codec's bounds) and static scales in less than fp32.
     """
     group = extents.group
     layers = group.layers[extents.layers[0] : extents.layers[1]]
@@ -156,7 +168,8 @@ def plan(extents: Extents, caches: Sequence[Paged]) -> BatchPlan:
             scale_at = extents.scales[i][j]
             if part.granularity != "none" and scale_at % SCALE_BYTES[part.scale_dtype]:
                 raise Invalid(
-                    f"scales of {part.name} in layer {layer.index} start at byte {scale_at}, not on a multiple of their size"
+                    f"scales of {part.name} in layer {layer.index} start at byte {scale_at}, not on a multiple of "
+                    "their size"
                 )
             row = [
                 extents.data[i][j] // size,
@@ -201,7 +214,8 @@ def _offsets(plane: Plane, first: Plane) -> list[int]:
 def _check(part: LayoutPart, plane: Plane, tokens: int) -> None:
     if part.width != plane.width or part.width % 16:
         raise Invalid(
-            f"{part.name} has width {part.width} in the layout and {plane.width} in the cache; both must be one multiple of 16"
+            f"{part.name} has width {part.width} in the layout and {plane.width} in the cache; both must be one "
+            "multiple of 16"
         )
     if part.native:
         if part.dtype not in _NATIVE or plane.native is None or plane.native.dtype != _NATIVE[part.dtype]:
@@ -209,7 +223,8 @@ def _check(part: LayoutPart, plane: Plane, tokens: int) -> None:
         return
     if part.dtype != "e4m3fn":
         raise Invalid(
-            f"kvtier's kernels read and write e4m3fn only, not {part.dtype}: the formats share bytes but not their meaning"
+            f"kvtier's kernels read and write e4m3fn only, not {part.dtype}: the formats share bytes but not their "
+            "meaning"
         )
     if part.scale_dtype not in SCALE_TYPES or (part.granularity in ("tensor", "head") and part.scale_dtype != "fp32"):
         raise Invalid(

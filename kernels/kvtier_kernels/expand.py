@@ -1,10 +1,12 @@
-"""The one fallback that dequantizes: blocks into native pages, for engines whose attention reads nothing else. Off unless asked for, timed and
-counted.
+"""The one fallback that dequantizes: blocks into native pages, for engines whose attention reads nothing else. Off
+unless asked for, timed and counted.
 
-    x = native(f32(code) * scale)          the product rounded to f32, then to bf16 or fp16: `reference.dequantize(...).to(native)`, bit for bit
+    x = native(f32(code) * scale)          the product rounded to f32, then to bf16 or fp16:
+                                           `reference.dequantize(...).to(native)`, bit for bit
 
-It reads a block once and writes twice its bytes, a hop through memory that `restore` avoids; what it costs is in `Expander`'s counters. Pages whose
-ids are below 0 are skipped; flags become 0. Runs on the current stream. An Expander belongs to one thread.
+It reads a block once and writes twice its bytes, a hop through memory that `restore` avoids; what it costs is in
+`Expander`'s counters. Pages whose ids are below 0 are skipped; flags become 0. Runs on the current stream. An Expander
+belongs to one thread.
 """
 
 from __future__ import annotations
@@ -71,7 +73,8 @@ def _expand(
 
 
 class Expander:
-    """Expands blocks, if `enabled`, and counts what that costs: launches, blocks, bytes read and written, seconds on the device."""
+    """Expands blocks, if `enabled`, and counts what that costs: launches, blocks, bytes read and written, seconds on
+    the device."""
 
     def __init__(self, enabled: bool = False) -> None:
         self.enabled = enabled
@@ -86,7 +89,8 @@ class Expander:
         """
         if not self.enabled:
             raise Invalid(
-                "expand is off: it dequantizes through memory. Ask for it by name (Expander(enabled=True)), or use restore"
+                "expand is off: it dequantizes through memory. Ask for it by name (Expander(enabled=True)), or use "
+                "restore"
             )
         blocks = plan.check(pages, bodies)
         if not blocks:
@@ -142,6 +146,7 @@ def _launch(plan: BatchPlan, sort: Sort, bodies: torch.Tensor, pages: torch.Tens
     _expand[(pages.numel(), sort.rows, plan.heads)](
         rows(native), data, scales, pages, sort.table, data.stride(0), scales.stride(0), stride // data.element_size(),
         stride // scales.element_size(),
-        SCALES=SCALES[part.granularity], PER_BLOCK=part.granularity == "block-head", TOKENS=plan.tokens, BLOCKS=plan.engine_blocks,
-        PAGE=plan.page, WIDTH=part.width, WIDE=wide, TILE=tune.tile, num_warps=tune.warps, enable_fp_fusion=False,
+        SCALES=SCALES[part.granularity], PER_BLOCK=part.granularity == "block-head", TOKENS=plan.tokens,
+        BLOCKS=plan.engine_blocks, PAGE=plan.page, WIDTH=part.width, WIDE=wide, TILE=tune.tile, num_warps=tune.warps,
+        enable_fp_fusion=False,
     )  # fmt: skip

@@ -1,8 +1,10 @@
-"""Copy blocks that are FP8 already out of an engine's pages, codes and scales as they are: into the block's bytes, nothing is quantized twice.
+"""Copy blocks that are FP8 already out of an engine's pages, codes and scales as they are: into the block's bytes,
+nothing is quantized twice.
 
-Two users: a page whose native slot holds restored FP8 ("dual", by its flag), saved again verbatim; and an FP8 engine's own cache ("passthrough"),
-whose static scales are repeated per head in the block. There codes at the top (0x7E, 0xFE) are counted as clipped: more cannot be known of a value
-that somebody else quantized. NaN codes (0x7F, 0xFF) count as nonfinite. One program per engine block, head and part; runs on the current stream.
+Two users: a page whose native slot holds restored FP8 ("dual", by its flag), saved again verbatim; and an FP8 engine's
+own cache ("passthrough"), whose static scales are repeated per head in the block. There codes at the top (0x7E, 0xFE)
+are counted as clipped: more cannot be known of a value that somebody else quantized. NaN codes (0x7F, 0xFF) count as
+nonfinite. One program per engine block, head and part; runs on the current stream.
 """
 
 from __future__ import annotations
@@ -37,11 +39,14 @@ _CHANNEL_ROWS = tl.constexpr(paged.CHANNEL_ROWS)
 
 @triton.jit
 def _gather(
-    side, bodies, body_scales, clipped, nonfinite, pages, flags, table, pitch, scale_pitch, head_stride, scale_head_stride,
-    SCALES: tl.constexpr, PER_BLOCK: tl.constexpr, FLAGGED: tl.constexpr, TOPS: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr,
-    PAGE: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, HEADS: tl.constexpr, INDICES: tl.constexpr,
+    side, bodies, body_scales, clipped, nonfinite, pages, flags, table, pitch, scale_pitch, head_stride,
+    scale_head_stride,
+    SCALES: tl.constexpr, PER_BLOCK: tl.constexpr, FLAGGED: tl.constexpr, TOPS: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCKS: tl.constexpr, PAGE: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr,
+    HEADS: tl.constexpr, INDICES: tl.constexpr,
 ):  # fmt: skip
-    """One engine block of one head and part. SCALES as in `paged`; PER_BLOCK: each engine block has its own, else the block has one."""
+    """One engine block of one head and part. SCALES as in `paged`; PER_BLOCK: each engine block has its own, else the
+    block has one."""
     one, row, head = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     block, e = one // BLOCKS, one % BLOCKS
     first = e * TOKENS
@@ -100,8 +105,8 @@ def gather(
 ) -> None:
     """Writes the bodies of blocks whose pages hold FP8; pages whose flag says native are left out, as are native parts.
 
-    pages and bodies as in `quantize`, padding included. nonfinite and clipped: int32 [blocks * engine blocks, layers, parts, heads], of which the
-    entries of gathered parts are set; codes at the top are counted if `clipped` is given.
+    pages and bodies as in `quantize`, padding included. nonfinite and clipped: int32 [blocks * engine blocks, layers,
+    parts, heads], of which the entries of gathered parts are set; codes at the top are counted if `clipped` is given.
     """
     blocks = plan.check(pages, bodies)
     for sort in plan.sorts:
@@ -124,8 +129,9 @@ def _launch(
     tune = tuning.copying(plan.tokens, wide)
     _gather[(blocks * plan.engine_blocks, sort.rows, plan.heads)](
         Side(*sort.first.side(False)), bodies, scales, nonfinite if clipped is None else clipped, nonfinite, pages,
-        pages if plan.flags is None else plan.flags, sort.table, bodies.stride(0), scales.stride(0), stride, stride // scales.element_size(),
-        SCALES=SCALES[part.granularity], PER_BLOCK=part.granularity == "block-head", FLAGGED=plan.flags is not None, TOPS=clipped is not None,
-        TOKENS=plan.tokens, BLOCKS=plan.engine_blocks, PAGE=plan.page, WIDTH=part.width, WIDE=wide, TILE=tune.tile, HEADS=plan.heads,
-        INDICES=plan.layers * plan.parts, num_warps=tune.warps,
+        pages if plan.flags is None else plan.flags, sort.table, bodies.stride(0), scales.stride(0), stride,
+        stride // scales.element_size(),
+        SCALES=SCALES[part.granularity], PER_BLOCK=part.granularity == "block-head", FLAGGED=plan.flags is not None,
+        TOPS=clipped is not None, TOKENS=plan.tokens, BLOCKS=plan.engine_blocks, PAGE=plan.page, WIDTH=part.width,
+        WIDE=wide, TILE=tune.tile, HEADS=plan.heads, INDICES=plan.layers * plan.parts, num_warps=tune.warps,
     )  # fmt: skip

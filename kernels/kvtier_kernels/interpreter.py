@@ -1,9 +1,11 @@
-"""Triton's interpreter with the arithmetic of the hardware: import it, before any kernel is launched, wherever TRITON_INTERPRET=1.
+"""Triton's interpreter with the arithmetic of the hardware: import it, before any kernel is launched, wherever
+TRITON_INTERPRET=1.
 
-The stock interpreter is numerically wrong, alike in Triton 3.4 to 3.9: casts to e4m3fn lose the carry out of the mantissa (7.87 becomes 4), round
-ties away from zero, flush subnormals and turn 464 and above into NaN; 0x7F decodes to 480; f32 to bf16 truncates; a dot of bf16 multiplies raw
-bits. `install` puts torch's conversions in their place, as PTX defines them. It changes the process-wide interpreter and nothing where the
-interpreter is off. Call it from one thread; calling it again is harmless.
+The stock interpreter is numerically wrong, alike in Triton 3.4 to 3.9: casts to e4m3fn lose the carry out of the
+mantissa (7.87 becomes 4), round ties away from zero, flush subnormals and turn 464 and above into NaN; 0x7F decodes to
+480; f32 to bf16 truncates; a dot of bf16 multiplies raw bits. `install` puts torch's conversions in their place, as PTX
+defines them. It changes the process-wide interpreter and nothing where the interpreter is off. Call it from one thread;
+calling it again is harmless.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ def _tensor(data: Any, dtype: Any) -> torch.Tensor:
 
 
 def _convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
-    """`data` of the one float format in the other, to nearest even; e4m3fn and e5m2 saturate (cvt.rn.satfinite) and keep NaN."""
+    """`data` of the one float format in the other, to nearest even; e4m3fn and e5m2 saturate (cvt.rn.satfinite) and
+    keep NaN."""
     toward_zero = getattr(interpreter._ir.ROUNDING_MODE, "RTZ", None)
     if source not in TORCH or target not in TORCH or (rounding is not None and rounding == toward_zero):
         return _stock_convert(data, source, target, rounding)

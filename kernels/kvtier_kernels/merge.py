@@ -2,8 +2,8 @@
 
     lse = ln sum_i exp(lse_i)          out = sum_i exp(lse_i - lse) out_i
 
-A part that saw no key (out 0, lse -Inf) is neutral; if all are, the result is 0 and -Inf. A sink belongs to exactly one part. Order does not matter
-but for rounding. Sums in f32; one program per row; runs on the current stream.
+A part that saw no key (out 0, lse -Inf) is neutral; if all are, the result is 0 and -Inf. A sink belongs to exactly one
+part. Order does not matter but for rounding. Sums in f32; one program per row; runs on the current stream.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def _merge(
 def merge(
     outputs: torch.Tensor, lses: torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """outputs f32 [..., parts, width] and lses f32 [..., parts] of the same queries, contiguous -> out `dtype` [..., width] and lse f32 [...].
+    """outputs f32 [..., parts, width] and lses f32 [..., parts] of the same queries, contiguous -> out `dtype` [...,
+    width] and lse f32 [...].
 
     At most MOST parts. Raises Invalid for shapes and formats.
     """
@@ -51,7 +52,8 @@ def merge(
         or not 1 <= parts <= MOST
     ):
         raise Invalid(
-            f"merge takes f32 outputs [..., 1 to {MOST} parts, width] and lses, not {tuple(outputs.shape)} and {tuple(lses.shape)}"
+            f"merge takes f32 outputs [..., 1 to {MOST} parts, width] and lses, not {tuple(outputs.shape)} and "
+            f"{tuple(lses.shape)}"
         )
     if not (outputs.is_contiguous() and lses.is_contiguous()):
         raise Invalid("merge takes contiguous tensors")

@@ -1,15 +1,19 @@
-"""One layer of an engine's paged KV cache, as kernels see it: where K and V of a page, head and token stand, native and FP8.
+"""One layer of an engine's paged KV cache, as kernels see it: where K and V of a page, head and token stand, native and
+FP8.
 
-A page's slot always has room for native elements. Where `flags` says so it holds FP8 instead, in the slot's own bytes ("dual"). A part's row is the
-run of native bytes of one token and head, of 2 x width bytes, and in an FP8 page becomes
+A page's slot always has room for native elements. Where `flags` says so it holds FP8 instead, in the slot's own bytes
+("dual"). A part's row is the run of native bytes of one token and head, of 2 x width bytes, and in an FP8 page becomes
 
-    K|V on one row ("interleaved", C = width of K + width of V):  codes of K from byte 0, of V from byte `width of K`; f32 scales of K at C, of V at
-                                                                  C + 4; channel scales of K from C + 16, of V behind them
-    K and V on rows of their own ("split"):                       codes from byte 0; f32 scale at `width`; channel scales from width + 16
+    K|V on one row ("interleaved", C = width of K + width of V)
+        codes of K from byte 0, of V from byte `width of K`; f32 scales of K at C, of V at C + 4; channel scales of K
+        from C + 16, of V behind them
+    K and V on rows of their own ("split")
+        codes from byte 0; f32 scale at `width`; channel scales from width + 16
 
-A scale of a tensor, head or block stands in the row of the page's first token, one of a token in that token's row; channel scales
-stand in 16 rows, width / 16 in each. Every address is a plain strided view, so any order of pages, heads and tokens will do: NHD, HND, K and V in one
-tensor or two. Views only; nothing is copied, no kernel is launched. Any thread may call.
+A scale of a tensor, head or block stands in the row of the page's first token, one of a token in that token's row;
+channel scales stand in 16 rows, width / 16 in each. Every address is a plain strided view, so any order of pages, heads
+and tokens will do: NHD, HND, K and V in one tensor or two. Views only; nothing is copied, no kernel is launched. Any
+thread may call.
 """
 
 from __future__ import annotations
@@ -53,7 +57,8 @@ class Plane:
 
     native   [pages, heads, tokens, width] bf16 or fp16, or None for a cache of FP8 alone
     codes    [pages, heads, tokens, width] uint8, or None for a native cache
-    scales   [pages, heads, rows, n] f32 (or bf16, of blocks with small scales), or None: one scale, one a token, or width / 16 in each of 16 rows
+    scales   [pages, heads, rows, n] f32 (or bf16, of blocks with small scales), or None: one scale, one a token, or
+             width / 16 in each of 16 rows
     """
 
     native: torch.Tensor | None
@@ -74,17 +79,20 @@ class Plane:
                 continue
             if view.dim() != 4 or view.dtype not in dtypes or view.shape != self.any.shape:
                 raise Invalid(
-                    f"{name} must be {dtypes} of shape [pages, heads, tokens, width], not {view.dtype} of shape {tuple(view.shape)}"
+                    f"{name} must be {dtypes} of shape [pages, heads, tokens, width], not {view.dtype} of shape "
+                    f"{tuple(view.shape)}"
                 )
             # Kernels promise the compiler rows on multiples of 16 elements, or every load becomes one of single bytes.
             if view.stride(3) != 1 or any(stride % 16 for stride in view.stride()[:3]) or view.data_ptr() % 16:
                 raise Invalid(
-                    f"rows of {name} must start on multiples of 16 elements and be contiguous; strides are {view.stride()}"
+                    f"rows of {name} must start on multiples of 16 elements and be contiguous; strides are "
+                    f"{view.stride()}"
                 )
             # Pages are counted in 64 bits, heads and tokens within one in 32.
             if (view.shape[1] - 1) * view.stride(1) + (view.shape[2] - 1) * view.stride(2) + view.shape[3] > 2**31:
                 raise Invalid(
-                    f"the heads and tokens of one page of {name} must lie within 2^31 elements; strides are {view.stride()}"
+                    f"the heads and tokens of one page of {name} must lie within 2^31 elements; strides are "
+                    f"{view.stride()}"
                 )
 
     @property
@@ -98,8 +106,8 @@ class Plane:
         return self.any.shape[3]
 
     def side(self, fp8_type: bool) -> Side:
-        """The kernel argument. `fp8_type`: codes as float8_e4m3fn, where the chip knows it, else as uint8. What is absent gets a pointer nobody
-        reads."""
+        """The kernel argument. `fp8_type`: codes as float8_e4m3fn, where the chip knows it, else as uint8. What is
+        absent gets a pointer nobody reads."""
         codes = self.any if self.codes is None else self.codes.view(torch.float8_e4m3fn) if fp8_type else self.codes
         return Side(
             rows(self.any if self.native is None else self.native),
@@ -115,7 +123,8 @@ def rows(view: torch.Tensor) -> Rows:
 
 @dataclass(frozen=True, slots=True)
 class Paged:
-    """K and V of one layer. flags: uint8 [pages], 1 where a page holds FP8; needed where pages may hold either, else None."""
+    """K and V of one layer. flags: uint8 [pages], 1 where a page holds FP8; needed where pages may hold either, else
+    None."""
 
     keys: Plane
     values: Plane
@@ -134,7 +143,8 @@ class Paged:
             self.flags.dtype != torch.uint8 or self.flags.shape != (self.keys.any.shape[0],)
         ):
             raise Invalid(
-                f"flags must be uint8 of shape [{self.keys.any.shape[0]}], not {self.flags.dtype} of shape {tuple(self.flags.shape)}"
+                f"flags must be uint8 of shape [{self.keys.any.shape[0]}], not {self.flags.dtype} of shape "
+                f"{tuple(self.flags.shape)}"
             )
 
     @property
@@ -181,8 +191,8 @@ def split(
 def interleaved(
     kv: torch.Tensor, key_width: int, flags: torch.Tensor | None, granularity: tuple[str, str] = ("head", "head")
 ) -> Paged:
-    """K|V on one row: kv [pages, heads, tokens, width of K + width of V]. Without flags it never holds FP8: what attention must be given for an
-    excluded layer, as flags are common to all layers."""
+    """K|V on one row: kv [pages, heads, tokens, width of K + width of V]. Without flags it never holds FP8: what
+    attention must be given for an excluded layer, as flags are common to all layers."""
     keys, values = kv[..., :key_width], kv[..., key_width:]
     if flags is None:
         return native(keys, values)
@@ -194,7 +204,8 @@ def interleaved(
 
 
 def fp8(keys: torch.Tensor, values: torch.Tensor, key_scales: torch.Tensor, value_scales: torch.Tensor) -> Paged:
-    """An FP8 engine's cache: codes [pages, heads, tokens, width] (float8_e4m3fn or uint8), static scales f32 [1] or [heads]."""
+    """An FP8 engine's cache: codes [pages, heads, tokens, width] (float8_e4m3fn or uint8), static scales f32 [1] or
+    [heads]."""
     planes = []
     for codes, scales in ((keys, key_scales), (values, value_scales)):
         pages, heads = codes.shape[:2]
@@ -210,13 +221,15 @@ def fp8(keys: torch.Tensor, values: torch.Tensor, key_scales: torch.Tensor, valu
 def _raw(x: torch.Tensor) -> torch.Tensor:
     if x.dim() != 4 or x.element_size() != 2 or x.stride(3) != 1:
         raise Invalid(
-            f"a cache is bf16 or fp16 [pages, heads, tokens, width] with contiguous rows, not {x.dtype} of strides {x.stride()}"
+            f"a cache is bf16 or fp16 [pages, heads, tokens, width] with contiguous rows, not {x.dtype} of strides "
+            f"{x.stride()}"
         )
     return x.view(torch.uint8)
 
 
 def _slot_scales(raw: torch.Tensor, granularity: str, width: int, scale: int, channels: int) -> torch.Tensor:
-    """The view of the scales in native slots [pages, heads, tokens, bytes of a row], whose bytes from `scale` and `channels` on are free."""
+    """The view of the scales in native slots [pages, heads, tokens, bytes of a row], whose bytes from `scale` and
+    `channels` on are free."""
     if granularity == "channel":
         if width % 16 or raw.shape[2] < CHANNEL_ROWS or channels + width // 4 > raw.shape[3]:
             raise Invalid(f"channel scales of width {width} do not fit a page of {raw.shape[2]} tokens")

@@ -1,16 +1,20 @@
-"""Chunked prefill: attention of a run of new queries a sequence over its paged KV, their own K and V among it, native and FP8 pages mixed.
+"""Chunked prefill: attention of a run of new queries a sequence over its paged KV, their own K and V among it, native
+and FP8 pages mixed.
 
-    out = sum_t softmax_t(s)_t v_t,  lse = ln sum_t exp(s_t) (+ exp(sink));  s, k and v as in `tile`; a query sees t up to its own position
+    out = sum_t softmax_t(s)_t v_t,  lse = ln sum_t exp(s_t) (+ exp(sink));  s, k and v as in `tile`; a query sees t up
+    to its own position
 
-A program owns `rows` rows: a run of tokens times the query heads of one KV head (any number). FP8 is upcast to fp16 in registers and multiplied by
-f16 tensor cores. `dots` may ask for FP8 tensor cores instead, on sm_90 and newer, over the leading FP8 pages of a sequence:
+A program owns `rows` rows: a run of tokens times the query heads of one KV head (any number). FP8 is upcast to fp16 in
+registers and multiplied by f16 tensor cores. `dots` may ask for FP8 tensor cores instead, on sm_90 and newer, over the
+leading FP8 pages of a sequence:
 
     "qk"      queries are rounded to e4m3fn in the kernel, a row by its largest
-    "qk+pv"   also the weights, a row of a tile by its largest:  acc += (p8 . v8) * factor of the row, an FP32 operation between any two dots
+    "qk+pv"   also the weights, a row of a tile by its largest:  acc += (p8 . v8) * factor of the row, an FP32 operation
+              between any two dots
 
-The tensor core's FP8 accumulator keeps about 13 fraction bits on sm_90: summed in it alone, coherent parts shrink (gain .966 at 8k tokens, .640 at
-128k). The form above promotes to FP32 every tile, at most 128 tokens, by construction; no compiler option is involved. Off by default until a
-needle test on a GPU has passed. Runs on the current stream.
+The tensor core's FP8 accumulator keeps about 13 fraction bits on sm_90: summed in it alone, coherent parts shrink (gain
+.966 at 8k tokens, .640 at 128k). The form above promotes to FP32 every tile, at most 128 tokens, by construction; no
+compiler option is involved. Off by default until a needle test on a GPU has passed. Runs on the current stream.
 """
 
 from __future__ import annotations
@@ -46,8 +50,9 @@ PROMOTED = 128  # tokens after which an FP8 sum must be in FP32
 @triton.jit
 def _fp8_step(
     j, q8, q_scale, acc, top, total, first_seen, last_seen, keys, values, table, end, head, factor, cap,
-    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, KEY_SCALES: tl.constexpr, VALUE_SCALES: tl.constexpr,
-    PV: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, KEY_SCALES: tl.constexpr,
+    VALUE_SCALES: tl.constexpr, PV: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr,
 ):  # fmt: skip
     """`attention.step` over a tile whose pages are all FP8, with FP8 dots; acc is in units of 1."""
     d, dv = tl.arange(0, D), tl.arange(0, DV)
@@ -78,15 +83,17 @@ def _fp8_step(
 
 @triton.jit
 def _prefill(
-    queries, keys, values, flags, tables, starts, lengths, leading, sinks, outputs, lses, factor, cap, table_stride, out_token, out_head,
-    lse_token, lse_head, window,
-    GROUP: tl.constexpr, M: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-    FORM: tl.constexpr, KEY_SCALES: tl.constexpr, VALUE_SCALES: tl.constexpr, SPLIT: tl.constexpr, QK: tl.constexpr, PV: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    queries, keys, values, flags, tables, starts, lengths, leading, sinks, outputs, lses, factor, cap, table_stride,
+    out_token, out_head, lse_token, lse_head, window,
+    GROUP: tl.constexpr, M: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, PAGE: tl.constexpr,
+    TILE: tl.constexpr, FORM: tl.constexpr, KEY_SCALES: tl.constexpr, VALUE_SCALES: tl.constexpr, SPLIT: tl.constexpr,
+    QK: tl.constexpr, PV: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """M // GROUP tokens of one sequence and the heads of one KV head. queries are Rows (page = token).
 
-    SPLIT: over the leading FP8 pages alone (QK: FP8 dots), or (not QK) over the rest alone. Two loops in one kernel spill: each kernel has one.
+    SPLIT: over the leading FP8 pages alone (QK: FP8 dots), or (not QK) over the rest alone. Two loops in one kernel
+    spill: each kernel has one.
     """
     each: tl.constexpr = M // GROUP
     block, head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -162,22 +169,27 @@ def prefill(
     dtype: torch.dtype | None = None,
     dots: str = "fp16",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries of the last tokens of each sequence over its keys: (out [tokens, heads, width of V], lse f32 [tokens, heads]).
+    """Queries of the last tokens of each sequence over its keys: (out [tokens, heads, width of V], lse f32 [tokens,
+    heads]).
 
     queries   [tokens, heads, width] bf16, fp16 or f32, sequence after sequence
-    starts    int32 [sequences + 1]: where each sequence's queries begin; they are its last tokens, and their K and V stand in the cache already
+    starts    int32 [sequences + 1]: where each sequence's queries begin; they are its last tokens, and their K and V
+              stand in the cache already
     most      an upper bound of the queries of one sequence, known on the host
-    dots      "fp16", or FP8 dots over the leading FP8 pages: "qk" or "qk+pv", see the module. Refused below sm_90, with channel scales, and for
+    dots      "fp16", or FP8 dots over the leading FP8 pages: "qk" or "qk+pv", see the module. Refused below sm_90, with
+              channel scales, and for
               head dims above 128, where every tile that was tried spills on sm_90
 
-    The rest is as in `attention.decode`. Raises Invalid for shapes, formats, head dims and settings that no kernel was checked for.
+    The rest is as in `attention.decode`. Raises Invalid for shapes, formats, head dims and settings that no kernel was
+    checked for.
     """
     group = check(queries, cache, table, lengths, sinks)
     width, value_width = queries.shape[2], cache.values.width
     modes = [SCALES[plane.granularity] for plane in cache]
     if starts.dtype != torch.int32 or starts.shape != (lengths.shape[0] + 1,) or starts.device != queries.device:
         raise Invalid(
-            f"starts must be int32 [{lengths.shape[0] + 1}] beside the queries, not {starts.dtype} of shape {tuple(starts.shape)}"
+            f"starts must be int32 [{lengths.shape[0] + 1}] beside the queries, not {starts.dtype} of shape "
+            f"{tuple(starts.shape)}"
         )
     _check_dots(dots, cache, max(width, value_width), 3 in modes)
     tune = tuning.prefill(max(width, value_width), 3 in modes, dots, queries.device)
@@ -195,19 +207,22 @@ def prefill(
         fp8_dots = split and part == 0
         _prefill[(-(-most // (tune.rows // group)), cache.heads, lengths.shape[0])](
             Rows(queries, queries.stride(0), queries.stride(1), 0), cache.keys.side(known), cache.values.side(known),
-            table if cache.flags is None else cache.flags, table, starts, lengths, first, lse if sinks is None else sinks, out[:, :, part],
-            lse[:, :, part], (width**-0.5 if scale is None else scale) * LOG2E.value, cap * LOG2E.value, table.stride(0),
-            out.stride(0), out.stride(1), lse.stride(0), lse.stride(1), window or 0,
-            GROUP=group, M=tune.rows, WIDTH=width, VALUE_WIDTH=value_width, PAGE=cache.tokens, TILE=tune.tile, FORM=cache.form,
-            KEY_SCALES=modes[0], VALUE_SCALES=modes[1], SPLIT=split, QK=fp8_dots, PV=fp8_dots and dots == "qk+pv", CAPPED=cap > 0,
-            WINDOWED=window is not None, SINKS=sinks is not None and not fp8_dots, D=triton.next_power_of_2(width),
+            table if cache.flags is None else cache.flags, table, starts, lengths, first,
+            lse if sinks is None else sinks, out[:, :, part], lse[:, :, part],
+            (width**-0.5 if scale is None else scale) * LOG2E.value, cap * LOG2E.value, table.stride(0), out.stride(0),
+            out.stride(1), lse.stride(0), lse.stride(1), window or 0,
+            GROUP=group, M=tune.rows, WIDTH=width, VALUE_WIDTH=value_width, PAGE=cache.tokens, TILE=tune.tile,
+            FORM=cache.form, KEY_SCALES=modes[0], VALUE_SCALES=modes[1], SPLIT=split, QK=fp8_dots,
+            PV=fp8_dots and dots == "qk+pv", CAPPED=cap > 0, WINDOWED=window is not None,
+            SINKS=sinks is not None and not fp8_dots, D=triton.next_power_of_2(width),
             DV=triton.next_power_of_2(value_width), num_warps=tune.warps, num_stages=tune.stages,
         )  # fmt: skip
     return merge(out, lse, dtype) if split else (out[:, :, 0], lse[:, :, 0])
 
 
 def leading(cache: Paged, table: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """How many whole pages at the start of each sequence hold FP8, int32 [sequences]; computed on the device, without waiting."""
+    """How many whole pages at the start of each sequence hold FP8, int32 [sequences]; computed on the device, without
+    waiting."""
     whole = torch.arange(table.shape[1], device=table.device)[None, :] < (lengths // cache.tokens)[:, None]
     if cache.flags is not None:
         whole &= cache.flags[torch.where(whole, table, 0).long()] != 0
@@ -219,11 +234,13 @@ def _check_dots(dots: str, cache: Paged, width: int, channel: bool) -> None:
         raise Invalid(f"dots must be one of {DOTS}, not {dots!r}")
     if width == 256:
         tuning.warn(
-            "prefill with head dim 256 has a setting of its own, compiled and checked but expected to be slow: engines' own kernels regress here"
+            "prefill with head dim 256 has a setting of its own, compiled and checked but expected to be slow: "
+            "engines' own kernels regress here"
         )
     if channel and width > 128:
         raise Invalid(
-            "prefill over channel scales has a head dim of at most 128: every setting tried above spills. Use scales of heads, blocks or tokens"
+            "prefill over channel scales has a head dim of at most 128: every setting tried above spills. Use scales "
+            "of heads, blocks or tokens"
         )
     if dots == "fp16":
         return

@@ -1,13 +1,17 @@
-"""Quantize blocks as they leave: gather pages, scale, round to e4m3fn, count, and write the block's bytes, in one pass over the KV.
+"""Quantize blocks as they leave: gather pages, scale, round to e4m3fn, count, and write the block's bytes, in one pass
+over the KV.
 
-    amax  = max |x| of the finite x under one scale           scale = min(max(amax * f32(1/448), 2^-64), 2^119), or given
+    amax  = max |x| of the finite x under one scale           scale = min(max(amax * f32(1/448), 2^-64), 2^119), or
+                                                              given
             (with `powers` rounded up to a power of two)
     code  = e4m3fn(clamp(x * (1 / scale), -448, 448))         one true division a scale, one multiplication an element
-    counts per block, layer, part and head: finite x with |x / scale| > 464 (clipped), NaN and Inf (nonfinite), amax over the finite x
+    counts per block, layer, part and head: finite x with |x / scale| > 464 (clipped), NaN and Inf (nonfinite), amax
+                                                              over the finite x
 
-Codes, scales and counts equal `reference.quantize` bit for bit. Small scales (bf16) are rounded to nearest even before 1 / scale is taken, so what is
-stored is what was used. A program owns one engine block of one head and part; nothing is atomic. Native parts (excluded layers) are copied and
-counted the same way. Padding is written too: equal KV makes equal bytes. Runs on the current stream; returns at once.
+Codes, scales and counts equal `reference.quantize` bit for bit. Small scales (bf16) are rounded to nearest even before
+1 / scale is taken, so what is stored is what was used. A program owns one engine block of one head and part; nothing is
+atomic. Native parts (excluded layers) are copied and counted the same way. Padding is written too: equal KV makes equal
+bytes. Runs on the current stream; returns at once.
 """
 
 from __future__ import annotations
@@ -55,9 +59,11 @@ KIND = {"none": 0, "tensor": 1, "head": 1, "block-head": 2, "token-head": 3, "ch
 
 
 class QuantizeCounts(NamedTuple):
-    """What a launch saw, [blocks, layers, parts, heads] on the device: clipped and nonfinite are int32 element counts, amax f32 over finite elements.
+    """What a launch saw, [blocks, layers, parts, heads] on the device: clipped and nonfinite are int32 element counts,
+    amax f32 over finite elements.
 
-    A block with a non-finite value must not be sealed. Pages that were FP8 already count their NaN codes as nonfinite, nothing else.
+    A block with a non-finite value must not be sealed. Pages that were FP8 already count their NaN codes as nonfinite,
+    nothing else.
     """
 
     clipped: torch.Tensor
@@ -78,7 +84,8 @@ def _load(
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Elements [TILE, .] of the tokens from `at` of the engine block that starts at token `first` of its block; zeros outside."""
+    """Elements [TILE, .] of the tokens from `at` of the engine block that starts at token `first` of its block; zeros
+    outside."""
     t = at + tl.arange(0, TILE)
     live = t < TOKENS
     offsets = token_rows(page_of, first + t, live, rows, PAGE)
@@ -113,10 +120,11 @@ def _scale(amax, SMALL: tl.constexpr, POWERS: tl.constexpr):
 @triton.jit
 def _block_inverse(
     x, source, page_of, first, e, rows, scales, given, d,
-    KIND: tl.constexpr, SMALL: tl.constexpr, POWERS: tl.constexpr, TOKENS: tl.constexpr, PAGE: tl.constexpr, WIDTH: tl.constexpr,
-    WIDE: tl.constexpr, TILE: tl.constexpr,
+    KIND: tl.constexpr, SMALL: tl.constexpr, POWERS: tl.constexpr, TOKENS: tl.constexpr, PAGE: tl.constexpr,
+    WIDTH: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """1 / scale of what is scaled by the whole engine block, 1 else; stores the scale. `x` is the block's first tile, the others are read here."""
+    """1 / scale of what is scaled by the whole engine block, 1 else; stores the scale. `x` is the block's first tile,
+    the others are read here."""
     inverse = 1.0
     if KIND == 1:
         scale = tl.load(given)
@@ -150,12 +158,14 @@ def _scaled(wide, most, inverse, scales, live, KIND: tl.constexpr, SMALL: tl.con
 
 @triton.jit
 def _quantize(
-    side, bodies, body_scales, body_bytes, statics, clipped, nonfinite, amaxes, pages, flags, table, pitch, scale_pitch, byte_pitch,
-    head_stride, scale_head_stride, byte_head_stride,
-    KIND: tl.constexpr, SMALL: tl.constexpr, POWERS: tl.constexpr, BITS: tl.constexpr, FLAGGED: tl.constexpr, TOKENS: tl.constexpr,
-    BLOCKS: tl.constexpr, PAGE: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, HEADS: tl.constexpr, INDICES: tl.constexpr,
+    side, bodies, body_scales, body_bytes, statics, clipped, nonfinite, amaxes, pages, flags, table, pitch, scale_pitch,
+    byte_pitch, head_stride, scale_head_stride, byte_head_stride,
+    KIND: tl.constexpr, SMALL: tl.constexpr, POWERS: tl.constexpr, BITS: tl.constexpr, FLAGGED: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCKS: tl.constexpr, PAGE: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr,
+    TILE: tl.constexpr, HEADS: tl.constexpr, INDICES: tl.constexpr,
 ):  # fmt: skip
-    """One engine block of one head and part. The three body pointers are one memory as codes (or native elements), scales and bytes."""
+    """One engine block of one head and part. The three body pointers are one memory as codes (or native elements),
+    scales and bytes."""
     one, row, head = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     block, e = one // BLOCKS, one % BLOCKS
     first = e * TOKENS
@@ -174,7 +184,8 @@ def _quantize(
     x = _load(source, page_of, first, 0, side.native, d, TOKENS, WIDTH, PAGE, TILE)
     given = statics + index * HEADS + head
     inverse = _block_inverse(
-        x, source, page_of, first, e, side.native, scales, given, d, KIND, SMALL, POWERS, TOKENS, PAGE, WIDTH, WIDE, TILE
+        x, source, page_of, first, e, side.native, scales, given, d, KIND, SMALL, POWERS, TOKENS, PAGE, WIDTH, WIDE,
+        TILE
     )  # fmt: skip
     clips = tl.zeros([TILE], tl.int32)
     odd = tl.zeros([TILE], tl.int32)
@@ -211,22 +222,28 @@ def quantize(
     *,
     powers: bool = False,
 ) -> QuantizeCounts:
-    """Writes the bodies of blocks from the engine's pages: one launch per sort of parts, for all layers, heads and blocks.
+    """Writes the bodies of blocks from the engine's pages: one launch per sort of parts, for all layers, heads and
+    blocks.
 
-    pages     int32 or int64 [blocks, pages of a block]: each block's pages in the order of its tokens; every id must be valid
-    bodies    uint8 [blocks, >= body_bytes], on multiples of 16 bytes; everything but what lies behind body_bytes is overwritten
-    statics   f32 [layers, 2, heads]: the scales of parts of granularity "tensor" or "head" (other entries are not read), else None
+    pages     int32 or int64 [blocks, pages of a block]: each block's pages in the order of its tokens; every id must be
+              valid
+    bodies    uint8 [blocks, >= body_bytes], on multiples of 16 bytes; everything but what lies behind body_bytes is
+              overwritten
+    statics   f32 [layers, 2, heads]: the scales of parts of granularity "tensor" or "head" (other entries are not
+              read), else None
     powers    scales that come from the block are powers of two
 
-    A page whose flag says FP8 is copied as it is, codes and scales, and never quantized again; the pages of one engine block agree in their flag.
-    Static scales are not checked here: they must be within the codec's bounds, as `reference` and the artifact check. Raises Invalid for shapes.
+    A page whose flag says FP8 is copied as it is, codes and scales, and never quantized again; the pages of one engine
+    block agree in their flag. Static scales are not checked here: they must be within the codec's bounds, as
+    `reference` and the artifact check. Raises Invalid for shapes.
     """
     blocks = plan.check(pages, bodies)
     if statics is not None and (
         statics.shape != (plan.layers, plan.parts, plan.heads) or statics.dtype != torch.float32
     ):
         raise Invalid(
-            f"statics must be f32 of shape {(plan.layers, plan.parts, plan.heads)}, not {statics.dtype} of {tuple(statics.shape)}"
+            f"statics must be f32 of shape {(plan.layers, plan.parts, plan.heads)}, not {statics.dtype} of "
+            f"{tuple(statics.shape)}"
         )
     if statics is not None and statics.device != plan.device:
         raise Invalid(f"statics must be on {plan.device}, not on {statics.device}")
@@ -268,10 +285,11 @@ def _launch(
     # An excluded layer is native whatever the flags say of its page.
     flags = None if part.native or sort.first.codes is None else plan.flags
     _quantize[(blocks * plan.engine_blocks, sort.rows, plan.heads)](
-        Side(*sort.first.side(False)), data, scales, bodies, seen.amax if statics is None else statics, seen.clipped, seen.nonfinite, seen.amax,
-        pages, pages if flags is None else flags, sort.table, data.stride(0), scales.stride(0), bodies.stride(0),
-        stride // data.element_size(), stride // scales.element_size(), stride,
-        KIND=KIND[part.granularity], SMALL=part.scale_dtype == "bf16", POWERS=powers, BITS=not tuning.casts_directly(plan.device),
-        FLAGGED=flags is not None, TOKENS=plan.tokens, BLOCKS=plan.engine_blocks, PAGE=plan.page, WIDTH=part.width, WIDE=wide, TILE=tune.tile,
-        HEADS=plan.heads, INDICES=plan.layers * plan.parts, num_warps=tune.warps, enable_fp_fusion=False,
+        Side(*sort.first.side(False)), data, scales, bodies, seen.amax if statics is None else statics, seen.clipped,
+        seen.nonfinite, seen.amax, pages, pages if flags is None else flags, sort.table, data.stride(0),
+        scales.stride(0), bodies.stride(0), stride // data.element_size(), stride // scales.element_size(), stride,
+        KIND=KIND[part.granularity], SMALL=part.scale_dtype == "bf16", POWERS=powers,
+        BITS=not tuning.casts_directly(plan.device), FLAGGED=flags is not None, TOKENS=plan.tokens,
+        BLOCKS=plan.engine_blocks, PAGE=plan.page, WIDTH=part.width, WIDE=wide, TILE=tune.tile, HEADS=plan.heads,
+        INDICES=plan.layers * plan.parts, num_warps=tune.warps, enable_fp_fusion=False,
     )  # fmt: skip

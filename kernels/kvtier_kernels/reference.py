@@ -1,24 +1,31 @@
-"""What the number format means, in plain torch: quantize, dequantize, and attention over FP8 blocks as they lie. Also the CPU path.
+"""What the number format means, in plain torch: quantize, dequantize, and attention over FP8 blocks as they lie. Also
+the CPU path.
 
-Codec 1, bit for bit. Every kernel must equal `quantize` in codes, scales and counts. All arithmetic is IEEE f32, rounding to nearest even:
+Codec 1, bit for bit. Every kernel must equal `quantize` in codes, scales and counts. All arithmetic is IEEE f32,
+rounding to nearest even:
 
     x       the input, upcast exactly (bf16, fp16) or taken as it is (f32)
     amax    largest |x| of the *finite* elements under one scale; 0 if there is none
-    scale   given (static), or min(max(amax * f32(1/448), 2^-64), 2^119); small scales (bf16) are rounded to nearest even here, before they are used;
+    scale   given (static), or min(max(amax * f32(1/448), 2^-64), 2^119); small scales (bf16) are rounded to nearest
+            even here, before they are used;
             by the rule "amax-pow2" it is rounded up to a power of two, so that code * scale is exact in bf16
     y       x * (1 / scale): one division per scale, one multiplication per element
-    code    NaN -> 0x7F; else e4m3fn(min(max(y, -448), 448)), to nearest even, subnormals kept, -0 and negative underflow -> 0x80
+    code    NaN -> 0x7F; else e4m3fn(min(max(y, -448), 448)), to nearest even, subnormals kept, -0 and negative
+            underflow -> 0x80
 
-Why so. A multiplication rounds the same everywhere, whereas Triton's `/` is an approximate division (div.full.f32, 2 ulp) and can specify
-nothing; the one division per scale is `tl.div_rn` there. The bounds keep scale and 1/scale normal numbers (a GPU may flush others) and 448 * scale
-finite, so a finite input never decodes to Inf; 2^-64 is far below anything attention notices, makes the scale of an all-zero row positive, and
-sends every subnormal x to code 0, flushed or not. The clamp stands before the cast, because casts of values above 464 differ between machines (NaN
-here, 448 there). NaN has one code, because its sign survives some casts only.
+Why so. A multiplication rounds the same everywhere, whereas Triton's `/` is an approximate division (div.full.f32, 2
+ulp) and can specify nothing; the one division per scale is `tl.div_rn` there. The bounds keep scale and 1/scale normal
+numbers (a GPU may flush others) and 448 * scale finite, so a finite input never decodes to Inf; 2^-64 is far below
+anything attention notices, makes the scale of an all-zero row positive, and sends every subnormal x to code 0, flushed
+or not. The clamp stands before the cast, because casts of values above 464 differ between machines (NaN here, 448
+there). NaN has one code, because its sign survives some casts only.
 
 One answer each:  all zero -> codes 0x00 (0x80 for -0), scale 2^-64 (dynamic), decodes to exactly 0
                   NaN      -> 0x7F, counted as non-finite, in no amax; stays NaN
-                  +-Inf    -> 0x7E / 0xFE, counted as non-finite, in no amax: it spoils itself alone, never its neighbours' scale
-                  |y| > 464 and finite -> 0x7E / 0xFE, counted as clipped (up to 464 saturating *is* rounding to nearest)
+                  +-Inf    -> 0x7E / 0xFE, counted as non-finite, in no amax: it spoils itself alone, never its
+                           neighbours' scale
+                  |y| > 464 and finite -> 0x7E / 0xFE, counted as clipped (up to 464 saturating *is* rounding to
+                           nearest)
 
 Tensors may be on any device and are not modified. Nothing here keeps state; any thread may call.
 """
@@ -45,7 +52,8 @@ NAN_CODE = 0x7F
 
 
 class Counts(NamedTuple):
-    """What one quantization saw, per head: [heads]. clipped and nonfinite are int64 element counts; amax is f32, over finite elements."""
+    """What one quantization saw, per head: [heads]. clipped and nonfinite are int64 element counts; amax is f32, over
+    finite elements."""
 
     clipped: torch.Tensor
     nonfinite: torch.Tensor
@@ -53,7 +61,8 @@ class Counts(NamedTuple):
 
 
 class Quantized(NamedTuple):
-    """codes float8_e4m3fn [heads, tokens, width]; scales f32 [heads, scale_count] in the order of `layout`: engine block, then token or channel."""
+    """codes float8_e4m3fn [heads, tokens, width]; scales f32 [heads, scale_count] in the order of `layout`: engine
+    block, then token or channel."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -73,12 +82,15 @@ def quantize(
     """K or V [heads, tokens, width] of one block as FP8 by the rules of the module.
 
     granularity   "tensor", "head": static, `scales` given (f32, [1] or [heads]; repeated per head in the result)
-                  "block-head", "token-head", "channel": amax of one engine block of a head, of one token of a head, of one channel of an engine block
+                  "block-head", "token-head", "channel": amax of one engine block of a head, of one token of a head, of
+                  one channel of an engine block
     engine_blocks engine blocks in `tokens`; matters to "block-head" and "channel"
-    scale_dtype   "fp32", or "bf16" for scales that come from the block: what is returned, in f32, is exact in it. fp16 cannot hold the bounds
+    scale_dtype   "fp32", or "bf16" for scales that come from the block: what is returned, in f32, is exact in it. fp16
+                  cannot hold the bounds
     powers        scales that come from the block are powers of two (rule "amax-pow2")
 
-    Raises Invalid for another number format, shape or dtype, and for static scales that are not finite, not positive or out of bounds.
+    Raises Invalid for another number format, shape or dtype, and for static scales that are not finite, not positive or
+    out of bounds.
     """
     if dtype != "e4m3fn":
         raise Invalid(f"kvtier writes e4m3fn only, not {dtype}: the formats share bytes but not their meaning")
@@ -88,7 +100,8 @@ def quantize(
         )
     if scale_dtype != "fp32" and (scale_dtype != "bf16" or granularity not in DYNAMIC):
         raise Invalid(
-            f"scales of granularity {granularity} are not kept in {scale_dtype}: fp32, or bf16 where they come from the block"
+            f"scales of granularity {granularity} are not kept in {scale_dtype}: fp32, or bf16 where they come from "
+            "the block"
         )
     heads, tokens, width = x.shape
     _check_blocks(tokens, engine_blocks)
@@ -118,8 +131,8 @@ def quantize(
 
 
 def scale_from_amax(amax: torch.Tensor, powers: bool = False) -> torch.Tensor:
-    """The scale under which `amax` (f32, finite, >= 0) lands on the largest code: the rule "amax", within the codec's bounds. `powers`: rounded up to
-    a power of two, the rule "amax-pow2"."""
+    """The scale under which `amax` (f32, finite, >= 0) lands on the largest code: the rule "amax", within the codec's
+    bounds. `powers`: rounded up to a power of two, the rule "amax-pow2"."""
     scale = (amax.float() * RECIPROCAL).clamp(MIN_SCALE, MAX_SCALE)
     if powers:  # both bounds are powers of two themselves
         scale = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
@@ -141,11 +154,13 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, granularity: str) -> t
 class Tile:
     """K and V of one layer of one block, as they lie in the block; or a run of native KV of any length.
 
-    keys, values   [kv_heads, tokens, width]: float8_e4m3fn codes, or native f32, bf16 or fp16. K and V may differ in width and format
+    keys, values   [kv_heads, tokens, width]: float8_e4m3fn codes, or native f32, bf16 or fp16. K and V may differ in
+                   width and format
     key_scales, value_scales               f32 [kv_heads, scale_count]; None for a native part
     key_granularity, value_granularity     as in `layout`; "none" for a native part
     start          position of the first token
-    used           tokens that hold content, from the first on; None for all. What stands behind them, scales included, is never looked at:
+    used           tokens that hold content, from the first on; None for all. What stands behind them, scales included,
+                   is never looked at:
                    it may be anything, NaN too
     """
 
@@ -160,7 +175,8 @@ class Tile:
 
 
 class Attended(NamedTuple):
-    """output f32 [q_heads, q_tokens, width of V]; lse f32 [q_heads, q_tokens], the natural log of the softmax's denominator.
+    """output f32 [q_heads, q_tokens, width of V]; lse f32 [q_heads, q_tokens], the natural log of the softmax's
+    denominator.
 
     A query that sees no key has output 0 and lse -Inf, the neutral element of `merge`.
     """
@@ -178,16 +194,20 @@ def attention(
     causal: bool = True,
     window: int | None = None,
 ) -> Attended:
-    """Attention of queries [q_heads, q_tokens, width] over tiles, softmax in f32, one pass over the tiles in the order given.
+    """Attention of queries [q_heads, q_tokens, width] over tiles, softmax in f32, one pass over the tiles in the order
+    given.
 
-    FP8 is read as it lies: codes are upcast tile by tile (exact), the K scale is folded into the logits ("channel": into the query), the V scale
-    into the probabilities ("channel": into the tile's sum). No upcast K or V of more than one tile ever exists.
+    FP8 is read as it lies: codes are upcast tile by tile (exact), the K scale is folded into the logits ("channel":
+    into the query), the V scale into the probabilities ("channel": into the tile's sum). No upcast K or V of more than
+    one tile ever exists.
 
-    start    position of the first query; the others follow. A key is seen if causal: key position <= query position, and with a window
+    start    position of the first query; the others follow. A key is seen if causal: key position <= query position,
+             and with a window
              additionally > query position - window
     scale    of the logits, width ** -0.5 if None
 
-    Any group size: query head h reads KV head h // (q_heads / kv_heads). Raises Invalid for shapes and formats that do not fit.
+    Any group size: query head h reads KV head h // (q_heads / kv_heads). Raises Invalid for shapes and formats that do
+    not fit.
     """
     if queries.dim() != 3:
         raise Invalid(f"queries have the shape [heads, tokens, width], not {tuple(queries.shape)}")
@@ -229,7 +249,8 @@ def attention(
 
 
 def merge(first: Attended, second: Attended) -> Attended:
-    """Attention over the union of two disjoint sets of keys, from the attention over each (split-KV, mixed pools). Order does not matter."""
+    """Attention over the union of two disjoint sets of keys, from the attention over each (split-KV, mixed pools).
+    Order does not matter."""
     lse = torch.logaddexp(first.lse, second.lse)
     shift = torch.where(lse == -math.inf, 0.0, lse)
     output = (
@@ -254,7 +275,8 @@ def _logits(rows: torch.Tensor, tile: Tile) -> torch.Tensor:
 
 
 def _mix(weights: torch.Tensor, tile: Tile, used: int) -> torch.Tensor:
-    """[kv_heads, rows, width of V]: the tile's values under unnormalized probabilities. Unused slots are zeroed first, as 0 * NaN is NaN."""
+    """[kv_heads, rows, width of V]: the tile's values under unnormalized probabilities. Unused slots are zeroed first,
+    as 0 * NaN is NaN."""
     values, scales, granularity = tile.values, tile.value_scales, tile.value_granularity
     heads, tokens, width = values.shape
     live = torch.arange(tokens, device=values.device) < used
@@ -326,7 +348,8 @@ def _check_blocks(tokens: int, engine_blocks: int) -> None:
 
 
 def _check_part(name: str, codes: torch.Tensor, scales: torch.Tensor | None, granularity: str) -> int:
-    """Raises Invalid unless codes, scales and granularity fit together. Returns the engine blocks the scales tell apart (1 if they tell none)."""
+    """Raises Invalid unless codes, scales and granularity fit together. Returns the engine blocks the scales tell apart
+    (1 if they tell none)."""
     if granularity not in GRANULARITIES:
         raise Invalid(f"granularity of {name} must be one of {sorted(GRANULARITIES)}, not {granularity!r}")
     heads, tokens, width = codes.shape
@@ -343,7 +366,8 @@ def _check_part(name: str, codes: torch.Tensor, scales: torch.Tensor | None, gra
     expected = {"token-head": tokens, "block-head": blocks, "channel": blocks * width}.get(granularity, 1)
     if count != expected or blocks < 1:
         raise Invalid(
-            f"{name} of {tokens} tokens and width {width} cannot have {count} scales a head of granularity {granularity}"
+            f"{name} of {tokens} tokens and width {width} cannot have {count} scales a head of granularity "
+            f"{granularity}"
         )
     _check_blocks(tokens, blocks)
     return blocks
@@ -357,7 +381,8 @@ def _check_tile(tile: Tile, kv_heads: int, width: int, value_width: int) -> int:
         )
     if tile.keys.shape[0] != kv_heads or tile.keys.shape[2] != width or tile.values.shape[2] != value_width:
         raise Invalid(
-            f"a tile of {tile.keys.shape[0]} heads, key width {tile.keys.shape[2]} and value width {tile.values.shape[2]} "
+            f"a tile of {tile.keys.shape[0]} heads, key width {tile.keys.shape[2]} and value width "
+            f"{tile.values.shape[2]} "
             f"does not fit {kv_heads} heads, {width} and {value_width}"
         )
     _check_part("keys", tile.keys, tile.key_scales, tile.key_granularity)

@@ -1,11 +1,15 @@
-"""Put blocks back where attention reads them: FP8 stays FP8. One scatter for a batch of blocks that lie in device memory, all layers and heads.
+"""Put blocks back where attention reads them: FP8 stays FP8. One scatter for a batch of blocks that lie in device
+memory, all layers and heads.
 
     FP8 cache         codes into the cache ("passthrough"; the scales are the engine's own and part of the namespace)
-    native cache      codes and scales into the native slots' own bytes ("dual", byte layout in `paged`), then the pages' flags := 1
-    native parts      (excluded layers, or a native namespace) elements as they are; the flags of a native namespace := 0
+    native cache      codes and scales into the native slots' own bytes ("dual", byte layout in `paged`), then the
+                      pages' flags := 1
+    native parts      (excluded layers, or a native namespace) elements as they are; the flags of a native namespace :=
+                      0
 
-Data first, then flags, on one stream. The engine's stream must wait for this one before it reads, and this one for the engine's before it writes: a
-page may have been handed on while an earlier step still reads it. A page id below 0 is skipped (null blocks of sliding windows). Returns at once.
+Data first, then flags, on one stream. The engine's stream must wait for this one before it reads, and this one for the
+engine's before it writes: a page may have been handed on while an earlier step still reads it. A page id below 0 is
+skipped (null blocks of sliding windows). Returns at once.
 """
 
 from __future__ import annotations
@@ -35,12 +39,13 @@ _CHANNEL_ROWS = tl.constexpr(paged.CHANNEL_ROWS)
 
 @triton.jit
 def _restore(
-    rows, scale_rows, bodies, body_scales, pages, table, pitch, scale_pitch, head_stride, scale_head_stride, data_field, scale_field,
+    rows, scale_rows, bodies, body_scales, pages, table, pitch, scale_pitch, head_stride, scale_head_stride, data_field,
+    scale_field,
     SCALES: tl.constexpr, PER_BLOCK: tl.constexpr, TOKENS: tl.constexpr, BLOCKS: tl.constexpr, PAGE: tl.constexpr,
     WIDTH: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """One page of one head and part. `rows` are the native elements or the codes to write; SCALES 0: there are none to write; ALIGN: 16 bytes in
-    elements."""
+    """One page of one head and part. `rows` are the native elements or the codes to write; SCALES 0: there are none to
+    write; ALIGN: 16 bytes in elements."""
     one, row, head = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     per: tl.constexpr = BLOCKS * TOKENS // PAGE
     block, first = one // per, (one % per) * PAGE
@@ -77,7 +82,8 @@ def _restore(
 
 
 def restore(plan: BatchPlan, bodies: torch.Tensor, pages: torch.Tensor) -> None:
-    """Scatters the bodies [blocks, >= body_bytes] of blocks to their pages [blocks, pages of a block]; see the module for what goes where."""
+    """Scatters the bodies [blocks, >= body_bytes] of blocks to their pages [blocks, pages of a block]; see the module
+    for what goes where."""
     if not plan.check(pages, bodies):
         return
     for sort in plan.sorts:
@@ -94,8 +100,10 @@ def _launch(plan: BatchPlan, sort: Sort, bodies: torch.Tensor, pages: torch.Tens
     tune = tuning.copying(plan.page, wide)
     own = sort.first.native is None  # an FP8 engine's cache: its scales are elsewhere
     _restore[(pages.numel(), sort.rows, plan.heads)](
-        side.native if part.native else side.codes, side.scales, data, scales, pages, sort.table, data.stride(0), scales.stride(0),
-        stride // data.element_size(), stride // scales.element_size(), NATIVE_AT if part.native else CODES_AT, SLOT_SCALES_AT,
-        SCALES=0 if own else SCALES[part.granularity], PER_BLOCK=part.granularity == "block-head", TOKENS=plan.tokens, BLOCKS=plan.engine_blocks,
-        PAGE=plan.page, WIDTH=part.width, WIDE=wide, TILE=tune.tile, ALIGN=16 // data.element_size(), num_warps=tune.warps,
+        side.native if part.native else side.codes, side.scales, data, scales, pages, sort.table, data.stride(0),
+        scales.stride(0), stride // data.element_size(), stride // scales.element_size(),
+        NATIVE_AT if part.native else CODES_AT, SLOT_SCALES_AT,
+        SCALES=0 if own else SCALES[part.granularity], PER_BLOCK=part.granularity == "block-head", TOKENS=plan.tokens,
+        BLOCKS=plan.engine_blocks, PAGE=plan.page, WIDTH=part.width, WIDE=wide, TILE=tune.tile,
+        ALIGN=16 // data.element_size(), num_warps=tune.warps,
     )  # fmt: skip

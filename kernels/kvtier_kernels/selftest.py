@@ -1,8 +1,10 @@
-"""Whether the kernels may be used on this device: each runs once on a seeded block whose scales are not 1, and is compared with `reference`.
+"""Whether the kernels may be used on this device: each runs once on a seeded block whose scales are not 1, and is
+compared with `reference`.
 
-Run it when an engine starts, before any block is stored or restored. A kernel that raises, compiles to nonsense or differs is named with what was
-seen, and whoever asked uses mode `native` instead and counts it (a metric, `reasons` as its text): wrong attention is never an option, fewer hits
-are. Takes seconds on a GPU, most of them compilation; blocks the caller. Any thread may call.
+Run it when an engine starts, before any block is stored or restored. A kernel that raises, compiles to nonsense or
+differs is named with what was seen, and whoever asked uses mode `native` instead and counts it (a metric, `reasons` as
+its text): wrong attention is never an option, fewer hits are. Takes seconds on a GPU, most of them compilation; blocks
+the caller. Any thread may call.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ def run(
 
 
 class _Case:
-    """Three pages of two KV heads: the first two become FP8, the last stays native; and what the reference makes of them."""
+    """Three pages of two KV heads: the first two become FP8, the last stays native; and what the reference makes of
+    them."""
 
     def __init__(
         self, device: torch.device, width: int, page: int, granularity: str, dtype: torch.dtype, seed: int

@@ -1,4 +1,5 @@
-"""One step of attention over a tile of paged K and V: what decode and prefill share. Formulas, for queries of one KV head and the tile's tokens t:
+"""One step of attention over a tile of paged K and V: what decode and prefill share. Formulas, for queries of one KV
+head and the tile's tokens t:
 
     s_t  = scale * (q . k_t) * K scale of t
     s_t  = cap * tanh(s_t / cap)                         with a soft cap
@@ -6,12 +7,12 @@
     p_t  = exp(s_t - max so far)                         all earlier sums decay by exp(old max - new max)
     acc += sum_t p_t * V scale of t * v_t
 
-K and V are read as they lie, by the flag of their page, and upcast to fp16 in registers; never more than a tile of them exists. Scales of a tensor,
-head, block or token never touch an element. Channel scales multiply the tile in registers, relative to the page's largest, which then is the scale of
-t. Weights are kept in fp16 as p * (V scale / largest V scale so far) * 2^15, so that neither small scales nor long tails fall out of it; the
-accumulator's unit follows.
-Logarithms are to base 2 inside. Every load of K, V or a scale is masked by what is visible at all, so unused slots may hold anything. Called in
-kernels only.
+K and V are read as they lie, by the flag of their page, and upcast to fp16 in registers; never more than a tile of them
+exists. Scales of a tensor, head, block or token never touch an element. Channel scales multiply the tile in registers,
+relative to the page's largest, which then is the scale of t. Weights are kept in fp16 as p * (V scale / largest V scale
+so far) * 2^15, so that neither small scales nor long tails fall out of it; the accumulator's unit follows. Logarithms
+are to base 2 inside. Every load of K, V or a scale is masked by what is visible at all, so unused slots may hold
+anything. Called in kernels only.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ NONE = tl.constexpr(float("-inf"))
 
 @triton.jit
 def places(j, table, end, PAGE: tl.constexpr, TILE: tl.constexpr):
-    """Tile j of a sequence of `end` tokens: its tokens t [TILE], the ids of its pages [n], and where in each page it stands, `within`."""
+    """Tile j of a sequence of `end` tokens: its tokens t [TILE], the ids of its pages [n], and where in each page it
+    stands, `within`."""
     span: tl.constexpr = TILE if TILE < PAGE else PAGE
     pages = (j * TILE) // PAGE + tl.arange(0, TILE // span)
     page = tl.load(table + pages, mask=pages * PAGE < end, other=0).to(tl.int64)
@@ -42,8 +44,8 @@ def places(j, table, end, PAGE: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def offsets(rows, page, within, head, TILE: tl.constexpr):
-    """Offsets [TILE] of the rows `within` each of the pages [n]. The reshape loses what is known of alignment; without the hint, which
-    `paged.Plane` guarantees, every load becomes one of single bytes."""
+    """Offsets [TILE] of the rows `within` each of the pages [n]. The reshape loses what is known of alignment; without
+    the hint, which `paged.Plane` guarantees, every load becomes one of single bytes."""
     starts = page * rows.page + head * rows.head
     return tl.multiple_of(tl.reshape(starts[:, None] + (within * rows.token)[None, :], [TILE]), 16)
 
@@ -56,8 +58,8 @@ def spread(of_page, within, TILE: tl.constexpr):
 
 @triton.jit
 def elements(side, page, within, head, live, restored, d, WIDTH: tl.constexpr, TILE: tl.constexpr, FORM: tl.constexpr):
-    """K or V [TILE, d] as fp16, without scales (a native cache in its own format); zeros where not `live`. restored [TILE]: FP8 by the page's
-    flag."""
+    """K or V [TILE, d] as fp16, without scales (a native cache in its own format); zeros where not `live`. restored
+    [TILE]: FP8 by the page's flag."""
     wide = (d < WIDTH)[None, :]
     if FORM == FP8:
         at = offsets(side.codes, page, within, head, TILE)
@@ -65,7 +67,8 @@ def elements(side, page, within, head, live, restored, d, WIDTH: tl.constexpr, T
     elif FORM == NATIVE:
         at = offsets(side.native, page, within, head, TILE)
         x = tl.load(side.native.start + at[:, None] + d[None, :], mask=live[:, None] & wide, other=0.0)
-    else:  # two loads under complementary masks: masked lanes cost no traffic, and unlike a branch they can be pipelined
+    else:
+        # Two loads under complementary masks: masked lanes cost no traffic, and unlike a branch they can be pipelined
         at = offsets(side.codes, page, within, head, TILE)
         codes = tl.load(side.codes.start + at[:, None] + d[None, :], mask=(live & restored)[:, None] & wide, other=0.0)
         at = offsets(side.native, page, within, head, TILE)
@@ -93,9 +96,11 @@ def token_scales(
 
 @triton.jit
 def by_channel(side, x, page, head, restored, d, WIDTH: tl.constexpr):
-    """A tile of one page times its channel scales, relative to the largest of them, and that one: both stay in range of fp16. A native page: x, 1.
+    """A tile of one page times its channel scales, relative to the largest of them, and that one: both stay in range of
+    fp16. A native page: x, 1.
 
-    The tile is multiplied, not the queries or the sum, as it is the smallest of them: with queries and sum prefill spills for head dim 256.
+    The tile is multiplied, not the queries or the sum, as it is the smallest of them: with queries and sum prefill
+    spills for head dim 256.
     """
     each: tl.constexpr = WIDTH // _CHANNEL_ROWS
     start = tl.sum(page, axis=0) * side.scales.page + head * side.scales.head
@@ -108,15 +113,16 @@ def by_channel(side, x, page, head, restored, d, WIDTH: tl.constexpr):
 
 @triton.jit
 def rounded(x):
-    """Rows of f32 as e4m3fn by the largest of each row, and the factor that undoes it: queries and weights of FP8 dots. Nothing is to be clamped: no
-    product is above 448 * (1 + 2^-21), which rounds to 448."""
+    """Rows of f32 as e4m3fn by the largest of each row, and the factor that undoes it: queries and weights of FP8 dots.
+    Nothing is to be clamped: no product is above 448 * (1 + 2^-21), which rounds to 448."""
     top = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-30)
     return (x * ((1.0 / top) * FP8_MAX)[:, None]).to(tl.float8e4nv), top * UNDO
 
 
 @triton.jit
 def softmax(s, visible, top, total, CAP, CAPPED: tl.constexpr):
-    """One step of the running softmax of logits s, to base 2: weights, decay of earlier sums, new maximum and new total."""
+    """One step of the running softmax of logits s, to base 2: weights, decay of earlier sums, new maximum and new
+    total."""
     if CAPPED:  # cap * tanh(s / cap); CAP comes in the same base
         s = CAP * (1.0 - 2.0 / (tl.exp2(s * (2.0 * LOG2E / CAP)) + 1.0))
     s = tl.where(visible, s, NONE)  # replaces what unused slots gave, NaN too
@@ -129,7 +135,8 @@ def softmax(s, visible, top, total, CAP, CAPPED: tl.constexpr):
 
 @triton.jit
 def finish(acc, top, total, unit, sink, SINKS: tl.constexpr):
-    """Output rows and natural log-sum-exp. A sink is one more logit, of no value. A query that saw nothing: 0 and -Inf, or the sink alone."""
+    """Output rows and natural log-sum-exp. A sink is one more logit, of no value. A query that saw nothing: 0 and -Inf,
+    or the sink alone."""
     if SINKS:
         higher = tl.maximum(top, sink * LOG2E)
         shift = tl.where(higher == NONE, 0.0, higher)  # a part of a split that saw nothing and has no sink either

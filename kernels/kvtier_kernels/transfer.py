@@ -1,12 +1,16 @@
-"""Blocks between an engine's pages and a host arena: one contiguous copy a block, one gather or scatter a batch, never small pieces over the link.
+"""Blocks between an engine's pages and a host arena: one contiguous copy a block, one gather or scatter a batch, never
+small pieces over the link.
 
-    save   pages -> quantize -> staging on the device -> one copy a block -> the arena's slots      then, and not before, a host may read them
-    load   the arena's slots -> one copy a block -> staging -> restore (or expand) -> pages         then, and not before, the slots may be released
+    save   pages -> quantize -> staging on the device -> one copy a block -> the arena's slots      then, and not
+           before, a host may read them
+    load   the arena's slots -> one copy a block -> staging -> restore (or expand) -> pages         then, and not
+           before, the slots may be released
 
-Everything of one BlockTransfer runs in order on a stream of its own, so staging is reused safely and a batch larger than it goes in pieces. The stream
-first waits for the engine's: pages may still be written or read by earlier steps. What comes back is a TransferTicket, an event with what it guards; every
-wait has a deadline. Host memory is registered once (`RegisteredArena`), or copies are neither direct nor asynchronous. On a CPU the same steps are plain
-copies. A BlockTransfer belongs to one thread.
+Everything of one BlockTransfer runs in order on a stream of its own, so staging is reused safely and a batch larger
+than it goes in pieces. The stream first waits for the engine's: pages may still be written or read by earlier steps.
+What comes back is a TransferTicket, an event with what it guards; every wait has a deadline. Host memory is registered
+once (`RegisteredArena`), or copies are neither direct nor asynchronous. On a CPU the same steps are plain copies. A
+BlockTransfer belongs to one thread.
 """
 
 from __future__ import annotations
@@ -32,10 +36,11 @@ STAGING = 32  # bodies in a Mover's staging; at 1 MiB a block 32 MiB of device m
 
 
 class RegisteredArena:
-    """Host memory that a device copies from and to directly. `memory`: the whole arena mapping, uint8, which must outlive this object.
+    """Host memory that a device copies from and to directly. `memory`: the whole arena mapping, uint8, which must
+    outlive this object.
 
-    Raises Unavailable if the driver refuses (locked-memory limit, read-only mapping on an old one): the caller then moves no KV. `close` once all
-    tickets are done; it is what lets the mapping be unmapped.
+    Raises Unavailable if the driver refuses (locked-memory limit, read-only mapping on an old one): the caller then
+    moves no KV. `close` once all tickets are done; it is what lets the mapping be unmapped.
     """
 
     def __init__(self, memory: NDArray[np.uint8], device: torch.device) -> None:
@@ -56,13 +61,15 @@ class RegisteredArena:
             code = int(torch.cuda.cudart().cudaHostRegister(self._address, memory.nbytes, flags))
             if code:
                 self._memory = None
-                # CUDA keeps the error for whoever asks next, which must not be a launch of the engine's: this one takes it.
+                # CUDA keeps the error for whoever asks next, which must not be a launch of the engine's: this one takes
+                # it.
                 with contextlib.suppress(RuntimeError):
                     torch.ones(1, device=self.device)
                 raise Unavailable(f"cudaHostRegister refused {memory.nbytes} bytes with error {code}")
 
     def tensor(self, body: NDArray[np.uint8]) -> torch.Tensor:
-        """The bytes of a body inside the arena as a tensor, nothing copied. Raises Invalid if it lies outside, or after close."""
+        """The bytes of a body inside the arena as a tensor, nothing copied. Raises Invalid if it lies outside, or after
+        close."""
         address: int = body.__array_interface__["data"][0]
         if (
             self._memory is None
@@ -106,14 +113,15 @@ class TransferTicket:
         return True
 
     def before(self, stream: Any) -> None:
-        """Work given to this stream from now on starts after the batch: an engine's step that reads restored pages, or reuses saved ones."""
+        """Work given to this stream from now on starts after the batch: an engine's step that reads restored pages, or
+        reuses saved ones."""
         if self._event is not None:
             stream.wait_event(self._event)
 
     @property
     def seen(self) -> QuantizeCounts:
-        """What quantization saw, on the host, [blocks, layers, parts, heads]. A block with a non-finite value must not be sealed. Raises Invalid
-        before the ticket is done, and for a load."""
+        """What quantization saw, on the host, [blocks, layers, parts, heads]. A block with a non-finite value must not
+        be sealed. Raises Invalid before the ticket is done, and for a load."""
         if not self._seen or not self.done():
             raise Invalid("a load sees nothing, and a save nothing before it is done")
         return QuantizeCounts(*(torch.cat(parts) for parts in zip(*self._seen, strict=True)))
@@ -137,8 +145,8 @@ class BlockTransfer:
     def save(
         self, pages: torch.Tensor, bodies: Sequence[NDArray[np.uint8]], statics: torch.Tensor | None = None
     ) -> TransferTicket:
-        """Quantizes blocks from their pages [blocks, pages of a block] into bodies in the arena. Returns at once; raises Invalid for what does not
-        fit."""
+        """Quantizes blocks from their pages [blocks, pages of a block] into bodies in the arena. Returns at once;
+        raises Invalid for what does not fit."""
         targets = self._hosts(pages, bodies, writing=True)
         pieces: list[QuantizeCounts] = []
         if self._stream is not None and statics is not None and statics.is_cuda:
@@ -155,7 +163,8 @@ class BlockTransfer:
     def load(
         self, bodies: Sequence[NDArray[np.uint8]], pages: torch.Tensor, expander: Expander | None = None
     ) -> TransferTicket:
-        """Puts blocks from the arena into their pages [blocks, pages of a block], as FP8 where they are FP8; with an expander, as native elements."""
+        """Puts blocks from the arena into their pages [blocks, pages of a block], as FP8 where they are FP8; with an
+        expander, as native elements."""
         sources = self._hosts(pages, bodies, writing=False)
 
         def move(staging: torch.Tensor, ids: torch.Tensor, hosts: list[torch.Tensor]) -> None:
@@ -171,7 +180,8 @@ class BlockTransfer:
     def _hosts(self, pages: torch.Tensor, bodies: Sequence[NDArray[np.uint8]], writing: bool) -> list[torch.Tensor]:
         if pages.dim() != 2 or len(bodies) != pages.shape[0] or not bodies:
             raise Invalid(
-                f"one body for each row of page ids, and at least one: {len(bodies)} bodies, ids of shape {tuple(pages.shape)}"
+                f"one body for each row of page ids, and at least one: {len(bodies)} bodies, ids of shape "
+                f"{tuple(pages.shape)}"
             )
         if any(body.nbytes != self.plan.extents.body_bytes for body in bodies):
             raise Invalid(f"bodies of this plan have {self.plan.extents.body_bytes} bytes")

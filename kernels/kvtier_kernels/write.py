@@ -1,10 +1,12 @@
-"""New K and V into an engine's pages as they are computed, and the pages' flags to 0 in the same launch: the writer of `dual`.
+"""New K and V into an engine's pages as they are computed, and the pages' flags to 0 in the same launch: the writer of
+`dual`.
 
     slot = page * tokens of a page + place in it            below 0: padding of a captured graph, skipped whole
 
-The only writer of native elements, so the only place that clears a flag: never at allocation, since a failed load is followed by writes without a new
-one. A token is never written into the middle of an FP8 page; the first one of a page clears it for all layers, those after it clear it again. A
-program owns some tokens of one head; flags are stored by head 0, every time the same value. Runs on the current stream; returns at once.
+The only writer of native elements, so the only place that clears a flag: never at allocation, since a failed load is
+followed by writes without a new one. A token is never written into the middle of an FP8 page; the first one of a page
+clears it for all layers, those after it clear it again. A program owns some tokens of one head; flags are stored by
+head 0, every time the same value. Runs on the current stream; returns at once.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ ROWS = 16  # tokens of one program: 16 bytes a thread at head dim 64 with 4 warp
 @triton.jit
 def _write(
     keys, values, key_rows, value_rows, flags, slots, count,
-    PAGE: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, N: tl.constexpr, FLAGGED: tl.constexpr,
+    PAGE: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    N: tl.constexpr, FLAGGED: tl.constexpr,
 ):  # fmt: skip
     """`keys` and `values` are Rows of the new tokens (page = token), `key_rows` and `value_rows` those of the cache."""
     n, head = tl.program_id(0) * N + tl.arange(0, N), tl.program_id(1)
@@ -47,7 +50,8 @@ def _write(
 
 
 def write(cache: Paged, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-    """Stores the first len(slots) of `keys` and `values` [tokens, heads, width] in their slots, int64 or int32, and clears the flags of these pages.
+    """Stores the first len(slots) of `keys` and `values` [tokens, heads, width] in their slots, int64 or int32, and
+    clears the flags of these pages.
 
     Slots below 0 are skipped. Two tokens never share a slot. Raises Invalid for shapes and formats.
     """
@@ -62,7 +66,8 @@ def write(cache: Paged, keys: torch.Tensor, values: torch.Tensor, slots: torch.T
             or x.stride(2) != 1
         ):
             raise Invalid(
-                f"{name} must be [>= {slots.shape[0]}, {cache.heads}, {view.shape[3]}] with contiguous rows, not {tuple(x.shape)}"
+                f"{name} must be [>= {slots.shape[0]}, {cache.heads}, {view.shape[3]}] with contiguous rows, not "
+                f"{tuple(x.shape)}"
             )
         if x.element_size() == 2 and (any(stride % 8 for stride in x.stride()[:2]) or x.data_ptr() % 16):
             raise Invalid(f"rows of {name} must start on multiples of 8 elements; strides are {x.stride()}")
@@ -75,14 +80,16 @@ def write(cache: Paged, keys: torch.Tensor, values: torch.Tensor, slots: torch.T
         or slots.device != cache.device
     ):
         raise Invalid(
-            f"slots must be int32 or int64 of one dimension beside the cache, not {slots.dtype} of shape {tuple(slots.shape)}"
+            f"slots must be int32 or int64 of one dimension beside the cache, not {slots.dtype} of shape "
+            f"{tuple(slots.shape)}"
         )
     count, widths = slots.shape[0], (native[0].shape[3], native[1].shape[3])
     if not count:
         return
     _write[(-(-count // ROWS), cache.heads)](
-        Rows(keys, keys.stride(0), keys.stride(1), 0), Rows(values, values.stride(0), values.stride(1), 0), rows(native[0]), rows(native[1]),
-        slots if cache.flags is None else cache.flags, slots, count,
-        PAGE=cache.tokens, WIDTH=widths[0], VALUE_WIDTH=widths[1], D=triton.next_power_of_2(widths[0]), DV=triton.next_power_of_2(widths[1]),
-        N=ROWS, FLAGGED=cache.flags is not None, num_warps=max(1, min(4, ROWS * min(widths) // 256)),
+        Rows(keys, keys.stride(0), keys.stride(1), 0), Rows(values, values.stride(0), values.stride(1), 0),
+        rows(native[0]), rows(native[1]), slots if cache.flags is None else cache.flags, slots, count,
+        PAGE=cache.tokens, WIDTH=widths[0], VALUE_WIDTH=widths[1], D=triton.next_power_of_2(widths[0]),
+        DV=triton.next_power_of_2(widths[1]), N=ROWS, FLAGGED=cache.flags is not None,
+        num_warps=max(1, min(4, ROWS * min(widths) // 256)),
     )  # fmt: skip

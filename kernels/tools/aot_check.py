@@ -1,12 +1,15 @@
-"""Compile every kernel setting for several GPUs without one, and read the machine code for what makes a kernel slow or wrong.
+"""Compile every kernel setting for several GPUs without one, and read the machine code for what makes a kernel slow or
+wrong.
 
-    python kernels/tools/aot_check.py [--targets sm_80,sm_89,sm_90,sm_100] [--only TEXT] [--json FILE] [--markdown] [--quick] [--fault NAME]
+    python kernels/tools/aot_check.py [--targets sm_80,sm_89,sm_90,sm_100] [--only TEXT] [--json FILE] [--markdown]
+                                        [--quick] [--fault NAME]
 
-The real launchers run, on small CPU tensors, under a driver that only compiles: settings, signature and alignment are those of a real launch. An
-entry fails on: a compile error; a spill (LDL, STL); more shared memory than the chip has; a matrix instruction that is missing; global loads of
-single bytes or halves of K, V or a block; no 16-byte access at all; a quantizing cast that goes through fp16. Exit status 1 if any entry fails.
-Each target runs in a process of its own: compiling sm_90 before sm_89 in one process makes ptxas refuse the latter. `--fault` plants one, to show
-that it is seen.
+The real launchers run, on small CPU tensors, under a driver that only compiles: settings, signature and alignment are
+those of a real launch. An entry fails on: a compile error; a spill (LDL, STL); more shared memory than the chip has; a
+matrix instruction that is missing; global loads of single bytes or halves of K, V or a block; no 16-byte access at all;
+a quantizing cast that goes through fp16. Exit status 1 if any entry fails. Each target runs in a process of its own:
+compiling sm_90 before sm_89 in one process makes ptxas refuse the latter. `--fault` plants one, to show that it is
+seen.
 """
 
 from __future__ import annotations
@@ -60,8 +63,8 @@ SHARED = {
     100: 227 << 10,
 }  # bytes of shared memory that one program may have
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-# Narrow loads that a kernel may have: flags are bytes, small scales halves. Attention repeats the load of a flag per pipeline stage and register
-# layout (26 seen, head dim 64); K and V by single bytes are 64 and more.
+# Narrow loads that a kernel may have: flags are bytes, small scales halves. Attention repeats the load of a flag per
+# pipeline stage and register layout (26 seen, head dim 64); K and V by single bytes are 64 and more.
 FLAG_LOADS, ATTENTION_FLAG_LOADS = 8, 40
 DEADLINE = 900  # seconds for one target
 FAULTS = ("spill", "shared", "no-mma", "byte-loads", "compile", "narrow", "cast")
@@ -69,7 +72,8 @@ FAULTS = ("spill", "shared", "no-mma", "byte-loads", "compile", "narrow", "cast"
 
 @dataclass
 class Entry:
-    """One kernel setting. mma: whether matrix instructions must be there, "fp8" for FP8 ones. cast: a quantizing cast must be direct."""
+    """One kernel setting. mma: whether matrix instructions must be there, "fp8" for FP8 ones. cast: a quantizing cast
+    must be direct."""
 
     name: str
     run: Callable[[], Any]

@@ -20,7 +20,7 @@ from kvtier.cli import output
 from kvtier.cli.output import Exit
 from kvtier.client.api import Client
 from kvtier.errors import Invalid, KvtierError
-from kvtier.format.description_file import read_file
+from kvtier.format.files import read_file
 from kvtier.protocol.addresses import default_socket
 from kvtier.version import __version__
 

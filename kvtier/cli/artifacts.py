@@ -18,7 +18,7 @@ from kvtier.cli.inputs import Revision, description_of
 from kvtier.cli.output import Exit, message
 from kvtier.format import artifact as bundle
 from kvtier.format.artifact import Artifact, rank_scales
-from kvtier.format.description_file import read_description
+from kvtier.format.files import read_description
 from kvtier.format.identity import Description, Difference, differences, hex_f32, pack_scales
 from kvtier.models.advice import beyond_calibration, uncalibrated
 from kvtier.models.scale_import import import_scales

@@ -17,7 +17,7 @@ from typer import Option
 
 from kvtier.client.api import Client
 from kvtier.errors import Invalid
-from kvtier.format.description_file import read_description, read_file
+from kvtier.format.files import read_description, read_file
 from kvtier.format.identity import CHAIN, NO_CONTEXT, Description, chain_hashes, request_context
 
 MAX_LIST_BYTES = 256 * 2**20  # of a file of hashes or of token ids

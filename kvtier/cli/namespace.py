@@ -17,7 +17,7 @@ from kvtier.cli.inputs import BlockSize, EngineBlocks, description_of, duration,
 from kvtier.cli.output import Exit, message, size
 from kvtier.client.api import Client, NamespaceInfo
 from kvtier.errors import Invalid
-from kvtier.format.description_file import read_description
+from kvtier.format.files import read_description
 from kvtier.format.identity import diff as differences
 from kvtier.models.checkpoint import VLLM_SEED, Assumed, describe
 

@@ -1,7 +1,9 @@
-"""torch views of the parts and scales inside a block's body: what `kvtier.format.views` gives, in torch's own number formats. Nothing is copied.
+"""torch views of the parts and scales inside a block's body: what `kvtier.format.views` gives, in torch's own number
+formats. Nothing is copied.
 
-A view of a leased block is valid until its lease ends and must not be written: the mapping may be read-only, and then the process dies of
-it. One of a reserved slot is valid until it is sealed. Any thread may call. This file and `kvtier.workbench` alone import torch.
+A view of a leased block is valid until its lease ends and must not be written: the mapping may be read-only, and then
+the process dies of it. One of a reserved slot is valid until it is sealed. Any thread may call. This file and
+`kvtier.workbench` alone import torch.
 """
 
 from __future__ import annotations
@@ -29,9 +31,11 @@ DTYPES = {
 
 
 def body_tensor(body: NDArray[np.uint8], extents: Extents) -> torch.Tensor:
-    """A body as a uint8 tensor over the same bytes, which it keeps alive. Where many views follow, give it to the functions below.
+    """A body as a uint8 tensor over the same bytes, which it keeps alive. Where many views follow, give it to the
+    functions below.
 
-    torch has no read-only tensors and warns about read-only arrays; a ctypes array at the same address keeps the body and spares the warning.
+    torch has no read-only tensors and warns about read-only arrays; a ctypes array at the same address keeps the body
+    and spares the warning.
     """
     check_body(body, extents)
     raw = (ctypes.c_uint8 * extents.body_bytes).from_address(body.__array_interface__["data"][0])
@@ -40,7 +44,8 @@ def body_tensor(body: NDArray[np.uint8], extents: Extents) -> torch.Tensor:
 
 
 def part_tensor(body: NDArray[np.uint8] | torch.Tensor, extents: Extents, layer: int, part: int) -> torch.Tensor:
-    """Elements of one part, [heads, tokens, width], in the part's number format; of an opaque group its bytes, [1, 1, bytes].
+    """Elements of one part, [heads, tokens, width], in the part's number format; of an opaque group its bytes, [1, 1,
+    bytes].
 
     `layer` counts within the range. Raises Invalid for a body of another size.
     """
@@ -51,16 +56,18 @@ def part_tensor(body: NDArray[np.uint8] | torch.Tensor, extents: Extents, layer:
 
 
 def scale_tensor(body: NDArray[np.uint8] | torch.Tensor, extents: Extents, layer: int, part: int) -> torch.Tensor:
-    """Scales of one part, [heads, scale_count] (`layout.Group.scale_count`; none for a native part), in the format of the part's scales.
+    """Scales of one part, [heads, scale_count] (`layout.Group.scale_count`; none for a native part), in the format of
+    the part's scales.
 
-    `layer` counts within the range. Raises Invalid for a body of another size, and where 4-byte scales do not stand on a multiple of 4 (they
-    follow an odd number of 2-byte ones): torch cannot view these.
+    `layer` counts within the range. Raises Invalid for a body of another size, and where 4-byte scales do not stand on
+    a multiple of 4 (they follow an odd number of 2-byte ones): torch cannot view these.
     """
     spec = part_of(extents, layer, part)
     start, size = extents.scales[layer][part], SCALE_BYTES[spec.scale_dtype]
     if start % size:
         raise Invalid(
-            f"scales of {spec.name} start at byte {start}: torch needs a multiple of {size}. kvtier.format.views.scale_view reads them"
+            f"scales of {spec.name} start at byte {start}: torch needs a multiple of {size}. "
+            "kvtier.format.views.scale_view reads them"
         )
     return _view(body, extents, (extents.group.scale_bytes(spec),), (1,), start, DTYPES[spec.scale_dtype])
 
@@ -78,7 +85,8 @@ def _view(
         body = body_tensor(body, extents)
     elif body.dtype != torch.uint8 or tuple(body.shape) != (extents.body_bytes,) or not body.is_contiguous():
         raise Invalid(
-            f"the body of this range is a contiguous run of {extents.body_bytes} uint8, not {body.dtype} of shape {tuple(body.shape)}"
+            f"the body of this range is a contiguous run of {extents.body_bytes} uint8, not {body.dtype} of shape "
+            f"{tuple(body.shape)}"
         )
     heads = extents.heads[1] - extents.heads[0]
     # as_strided counts from the start of the storage, not of the tensor.

@@ -11,5 +11,5 @@ tensors           safetensors read strictly; regular files only
 views             parts and scales of a body as numpy arrays, without a copy
 scale_names       which tensor names of checkpoints are KV scales
 slots             how large a slab is
-description_file  a description or another small file from disk, with a limit
+files             regular files from disk, with a limit; a description among them
 """

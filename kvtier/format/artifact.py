@@ -1,8 +1,9 @@
 """The KV artifact: what makes quantized KV meaningful, a manifest and the scale values that go with it.
 
-An artifact is a directory with `manifest.json` (canonical JSON) and `scales.safetensors`. Its digest covers the manifest, which contains the
-digest of the scale values, so any change of either is another artifact and another namespace. An artifact is whole or refused, and never
-overwritten. Values are immutable, hence thread-safe; `save` and `load` block on disk.
+An artifact is a directory with `manifest.json` (canonical JSON) and `scales.safetensors`. Its digest covers the
+manifest, which contains the digest of the scale values, so any change of either is another artifact and another
+namespace. An artifact is whole or refused, and never overwritten. Values are immutable, hence thread-safe; `save` and
+`load` block on disk.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import safetensors.numpy
 from numpy.typing import NDArray
 
 from kvtier.errors import Invalid
+from kvtier.format.files import naming, read_file
 from kvtier.format.identity import (
     MAX_TEXT,
     Description,
@@ -37,7 +39,7 @@ from kvtier.format.identity import (
     pack_scales,
 )
 from kvtier.format.layout import STATIC, Layout, Part, check_int, fields, items
-from kvtier.format.tensors import Tensor, naming, read_safetensors, read_whole, to_f32
+from kvtier.format.tensors import Tensor, read_safetensors, to_f32
 
 FORMAT = 1  # version of the manifest's schema
 MANIFEST = "manifest.json"
@@ -56,7 +58,8 @@ Scales = Mapping[tuple[int, str], NDArray[np.float32]]
 
 @dataclass(frozen=True, slots=True)
 class PartFormat:
-    """Number format and scale granularity of one part ("k", "v", ...) in the layers that are quantized; the words are those of `layout.Part`."""
+    """Number format and scale granularity of one part ("k", "v", ...) in the layers that are quantized; the words are
+    those of `layout.Part`."""
 
     dtype: str
     granularity: str
@@ -73,13 +76,15 @@ class Artifact:
 
     model, revision      what was calibrated; the revision is a commit or a content fingerprint
     parts                number format per part
-    rule, codec          how scales come about, and the version of the quantizer's rounding and clamping; as in `identity.Description`
+    rule, codec          how scales come about, and the version of the quantizer's rounding and clamping; as in
+                         `identity.Description`
     excluded             indices of the layers that stay native, ascending
     backend              the attention backend's cache format
     calibration          what names the calibration data, e.g. a digest
     calibrated_position  the largest token position seen; None where nobody knows (imported scales)
     report               errors measured at calibration: text and integers (a float as text, or by `f32_hex`)
-    scales               {(layer index, part): f32 [heads], or [1] for granularity "tensor"}, for every part with static scales
+    scales               {(layer index, part): f32 [heads], or [1] for granularity "tensor"}, for every part with static
+                         scales
 
     Two artifacts are equal if and only if their digests are.
     """
@@ -181,8 +186,9 @@ class Artifact:
         physical: str = "plain",
         packing: str | None = None,
     ) -> Description:
-        """The description of KV that was quantized with this artifact. Raises Invalid where the layout says another format than the artifact,
-        or has layers whose scales the artifact lacks, or lacks layers that the artifact has scales for."""
+        """The description of KV that was quantized with this artifact. Raises Invalid where the layout says another
+        format than the artifact, or has layers whose scales the artifact lacks, or lacks layers that the artifact has
+        scales for."""
         for layer in (layer for group in layout.groups for layer in group.layers):
             for part in layer.parts:
                 native = layer.index in self.excluded or part.name not in self.parts
@@ -192,7 +198,8 @@ class Artifact:
                 found = ("native", "none") if native and part.native else (part.dtype, part.granularity)
                 if found != wanted:
                     raise Invalid(
-                        f"{part.name} of layer {layer.index}: the layout says {' '.join(found)}, the artifact {' '.join(wanted)}"
+                        f"{part.name} of layer {layer.index}: the layout says {' '.join(found)}, the artifact "
+                        f"{' '.join(wanted)}"
                     )
         scales = pack_scales(self.scales)
         return Description(
@@ -211,7 +218,8 @@ class Artifact:
         )
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Writes the artifact as a new directory: whole or not at all, and on disk when this returns. The same artifact saved again is a no-op.
+        """Writes the artifact as a new directory: whole or not at all, and on disk when this returns. The same artifact
+        saved again is a no-op.
 
         Raises Invalid if something else is there already, OSError if the disk refuses.
         """
@@ -238,9 +246,10 @@ class Artifact:
 
 
 def load(directory: str | os.PathLike[str]) -> Artifact:
-    """The artifact in `directory`. Raises Invalid, naming the file, for anything that `save` would not have written. Blocks on disk."""
+    """The artifact in `directory`. Raises Invalid, naming the file, for anything that `save` would not have written.
+    Blocks on disk."""
     manifest, weights = Path(directory) / MANIFEST, Path(directory) / SCALES
-    raw = read_whole(manifest, MAX_MANIFEST_BYTES)
+    raw = read_file(manifest, MAX_MANIFEST_BYTES)
     with naming(manifest):
         arguments, scales_digest = _parse_manifest(raw)
     tensors = read_safetensors(weights)
@@ -259,8 +268,8 @@ def load(directory: str | os.PathLike[str]) -> Artifact:
 
 
 def rank_heads(heads: int, ranks: int, rank: int) -> tuple[int, int]:
-    """The KV heads [lo, hi) of one tensor-parallel rank: a whole share, or one head that ranks / heads of them hold together. Raises Invalid
-    where neither divides the other: a share is never cut."""
+    """The KV heads [lo, hi) of one tensor-parallel rank: a whole share, or one head that ranks / heads of them hold
+    together. Raises Invalid where neither divides the other: a share is never cut."""
     check_int("ranks", ranks, 1, 65536)
     check_int("rank", rank, 0, ranks - 1)
     if heads % ranks == 0:
@@ -284,7 +293,8 @@ def rank_scales(artifact: Artifact, ranks: int, rank: int) -> dict[tuple[int, st
 
 
 def diff(stored: Artifact, live: Artifact, most: int = 50) -> list[Difference]:
-    """The fields in which two artifacts differ, the first `most`; scales as numbers. Empty if and only if the digests are equal."""
+    """The fields in which two artifacts differ, the first `most`; scales as numbers. Empty if and only if the digests
+    are equal."""
     left, right = ({**artifact.to_json(), "scales": pack_scales(artifact.scales)} for artifact in (stored, live))
     return differences(left, right, most)
 
@@ -334,7 +344,8 @@ def _parse_manifest(raw: bytes) -> tuple[dict[str, Any], str]:
 
 
 def _check_scales(scales: Scales, parts: Mapping[str, PartFormat], excluded: Collection[int]) -> None:
-    """Every scale is a finite positive f32, and every quantized layer has exactly the static parts, of one head count."""
+    """Every scale is a finite positive f32, and every quantized layer has exactly the static parts, of one head
+    count."""
     static = {name for name, form in parts.items() if form.granularity in STATIC}
     for (layer, part), values in scales.items():
         check_int("layer of a scale", layer, 0, 65535)

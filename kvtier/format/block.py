@@ -1,7 +1,8 @@
-"""The bytes of a block: a header of 256 bytes, then the body that `layout` describes. One form in arena, file, Redis and on the wire.
+"""The bytes of a block: a header of 256 bytes, then the body that `layout` describes. One form in arena, file, Redis
+and on the wire.
 
-The daemon writes headers at reserve and compares them at seal; whoever brings bytes back from anywhere calls `verify`. The format is one
-page, docs/format.md. Functions over buffers, no state; none of them modifies what it checks.
+The daemon writes headers at reserve and compares them at seal; whoever brings bytes back from anywhere calls `verify`.
+The format is one page, docs/format.md. Functions over buffers, no state; none of them modifies what it checks.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from kvtier.format.layout import (
 MAGIC = b"KVTIER\r\n"  # the line end shows transfers that mangle text
 VERSION = 1
 
-# magic, version, hash bytes, group, layer_lo, layer_hi, head_lo, head_hi, zero, nbytes, key, namespace, context, hash, tokens, scales, payload
+# magic, version, hash bytes, group, layer_lo, layer_hi, head_lo, head_hi, zero, nbytes, key, namespace, context, hash,
+# tokens, scales, payload
 _HEADER = struct.Struct("<8sHHHHHHHHQ32s32s32s64sIII")
 _KEY = slice(32, 64)
 _HASH = slice(128, 192)
@@ -125,9 +127,11 @@ def parse_header(block: Bytes) -> Header:
 
 
 def verify(block: Bytes, key: bytes, checksum: int | None = None) -> Header:
-    """Checks that `block` is whole and is the block of `key`; with a checksum also every byte. Raises Lost saying what is wrong.
+    """Checks that `block` is whole and is the block of `key`; with a checksum also every byte. Raises Lost saying what
+    is wrong.
 
-    Called just before bytes leave for a lower tier and just after they came back. Reads all of `block` if a checksum is given.
+    Called just before bytes leave for a lower tier and just after they came back. Reads all of `block` if a checksum is
+    given.
     """
     header = parse_header(block)
     if header.key != key:

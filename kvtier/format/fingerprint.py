@@ -1,15 +1,18 @@
-"""The exact revision of a model: a branch becomes the commit it points to, local files become a fingerprint of their content.
+"""The exact revision of a model: a branch becomes the commit it points to, local files become a fingerprint of their
+content.
 
-Stored KV outlives the process, so a name that can mean other weights tomorrow ("main", a directory) must never reach a key: a revision leaves
-here as a commit or as a fingerprint, or the call is refused. Asks no network. Reads files, so it may block for seconds on a cold disk: one
-caller per engine, once. Call it after the engine has loaded its weights, since loading may move a branch.
+Stored KV outlives the process, so a name that can mean other weights tomorrow ("main", a directory) must never reach a
+key: a revision leaves here as a commit or as a fingerprint, or the call is refused. Asks no network. Reads files, so it
+may block for seconds on a cold disk: one caller per engine, once. Call it after the engine has loaded its weights,
+since loading may move a branch.
 
-What the fingerprint of a local model covers: names and sizes of all weight files; whole, their safetensors headers and every scale tensor of
-the attention; of each weight file 16 fixed samples of 64 KiB (the whole file up to 1 MiB); whole, the configuration, index files and Python
-code beside them. What it can miss: a change of weights alone that keeps the size and lies between the samples, as an edit of single values
-by hand does (new training, merging or quantizing changes nearly every byte). `full=True` reads everything and misses nothing; the two kinds
-are different fingerprints, so choose one for all engines that share KV. Per file the result is kept by path, size, times and inode number:
-a change in place that keeps all of these, the change time included, takes a privileged hand or a wrong clock.
+What the fingerprint of a local model covers: names and sizes of all weight files; whole, their safetensors headers and
+every scale tensor of the attention; of each weight file 16 fixed samples of 64 KiB (the whole file up to 1 MiB); whole,
+the configuration, index files and Python code beside them. What it can miss: a change of weights alone that keeps the
+size and lies between the samples, as an edit of single values by hand does (new training, merging or quantizing changes
+nearly every byte). `full=True` reads everything and misses nothing; the two kinds are different fingerprints, so choose
+one for all engines that share KV. Per file the result is kept by path, size, times and inode number: a change in place
+that keeps all of these, the change time included, takes a privileged hand or a wrong clock.
 """
 
 from __future__ import annotations
@@ -25,9 +28,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from kvtier.errors import Invalid
+from kvtier.format.files import open_file, read_file
 from kvtier.format.identity import check_revision, check_text
 from kvtier.format.scale_names import is_scale
-from kvtier.format.tensors import open_regular, read_header, read_whole
+from kvtier.format.tensors import read_header
 
 SAMPLES = 16
 SAMPLE_BYTES = 64 * 1024
@@ -47,11 +51,12 @@ _HEX64 = re.compile(r"[0-9a-f]{64}")
 
 
 def resolve_revision(model: str, revision: str | None = None, *, full: bool = False) -> tuple[str, str]:
-    """(model, revision) as a description wants them. `model` is a hub id ("org/name") or the path of a local directory or weight file.
+    """(model, revision) as a description wants them. `model` is a hub id ("org/name") or the path of a local directory
+    or weight file.
 
-    A hub id keeps a revision that is a commit; a branch (None: "main") becomes the commit that the local Hugging Face cache has for it. A
-    directory inside that cache is its hub id and commit. Any other local path is its base name and its fingerprint (`full`: of all bytes).
-    Raises Invalid where no exact revision can be told, saying what to write.
+    A hub id keeps a revision that is a commit; a branch (None: "main") becomes the commit that the local Hugging Face
+    cache has for it. A directory inside that cache is its hub id and commit. Any other local path is its base name and
+    its fingerprint (`full`: of all bytes). Raises Invalid where no exact revision can be told, saying what to write.
     """
     if not isinstance(model, str) or not model or "\0" in model:
         raise Invalid(f"model must be a hub id or a path, not {model!r:.80}")
@@ -71,8 +76,9 @@ def resolve_revision(model: str, revision: str | None = None, *, full: bool = Fa
 
 
 def fingerprint(path: str | os.PathLike[str], *, full: bool = False) -> str:
-    """ "fingerprint:" and 64 hex digits of the content of a model's directory or of one weight file. Two directories of equal content agree,
-    whatever they are called. Raises Invalid if there is nothing to go by, a file is malformed, or one changes meanwhile. Keeps a cache on disk.
+    """ "fingerprint:" and 64 hex digits of the content of a model's directory or of one weight file. Two directories of
+    equal content agree, whatever they are called. Raises Invalid if there is nothing to go by, a file is malformed, or
+    one changes meanwhile. Keeps a cache on disk.
     """
     root = Path(path).resolve()
     files = {root.name: root} if root.is_file() else _model_files(root)
@@ -115,9 +121,10 @@ def _resolve_branch(model: str, branch: str) -> str:
     ref = folder / "refs" / branch
     if not ref.is_file():
         raise Invalid(
-            f"revision {branch!r} of {model} is a name that may move, and {folder} does not say which commit it means: {advice}"
+            f"revision {branch!r} of {model} is a name that may move, and {folder} does not say which commit it means: "
+            f"{advice}"
         )
-    commit = read_whole(ref, 1024).decode("ascii", "replace").strip()
+    commit = read_file(ref, 1024).decode("ascii", "replace").strip()
     if not _COMMIT.fullmatch(commit):
         raise Invalid(f"{ref} holds no commit but {commit!r:.80}: {advice}")
     if not (folder / "snapshots" / commit).is_dir():
@@ -132,14 +139,15 @@ def _resolve_path(path: Path, revision: str | None, full: bool) -> tuple[str, st
         found = fingerprint(path, full=full)
     if revision is not None and revision != found:
         raise Invalid(
-            f"{path} is {found}, not revision {revision!r:.200}: local files are named by their content, leave the revision out"
+            f"{path} is {found}, not revision {revision!r:.200}: local files are named by their content, leave the "
+            "revision out"
         )
     return name, found
 
 
 def _hub_snapshot(path: Path) -> tuple[str, str] | None:
-    """(hub id, commit) of a snapshot in a Hugging Face cache whose files are all links to blobs, which are named by their content. A file put
-    there by hand makes it a directory like any other. The blobs themselves are not read."""
+    """(hub id, commit) of a snapshot in a Hugging Face cache whose files are all links to blobs, which are named by
+    their content. A file put there by hand makes it a directory like any other. The blobs themselves are not read."""
     root = path.resolve()
     if not (
         root.is_dir()
@@ -156,7 +164,8 @@ def _hub_snapshot(path: Path) -> tuple[str, str] | None:
 
 
 def _model_files(root: Path) -> dict[str, Path]:
-    """The files under `root` that a fingerprint covers, by their path within it. Hidden names are left out; linked directories not followed."""
+    """The files under `root` that a fingerprint covers, by their path within it. Hidden names are left out; linked
+    directories not followed."""
     if not root.is_dir():
         raise Invalid(f"{root}: neither a directory nor a regular file")
     found: dict[str, Path] = {}
@@ -185,7 +194,7 @@ def _is_weights(file: Path) -> bool:
 
 def _hash_file(path: Path, full: bool) -> str:
     """64 hex digits over one file: all of it, or what the module's docstring says."""
-    with open_regular(path) as file:
+    with open_file(path) as file:
         before = os.fstat(file.fileno())
         hasher = blake2b(before.st_size.to_bytes(8, "little"), digest_size=32, person=_PERSON_FILE)
         if path.suffix.lower() == ".safetensors":
@@ -206,7 +215,8 @@ def _hash_file(path: Path, full: bool) -> str:
 
 
 def _samples(size: int) -> Iterator[tuple[int, int]]:
-    """(start, bytes) of the fixed samples of a file of weights: evenly spread, the first and last bytes among them; all of a small file."""
+    """(start, bytes) of the fixed samples of a file of weights: evenly spread, the first and last bytes among them; all
+    of a small file."""
     if size <= SAMPLES * SAMPLE_BYTES:
         yield 0, size
         return
@@ -231,7 +241,8 @@ def _stamp(info: os.stat_result) -> list[int]:
 
 
 class _Cache:
-    """Hashes of files by path and stamp, in one JSON file. It only saves time: missing, corrupt or unwritable, files are read anew.
+    """Hashes of files by path and stamp, in one JSON file. It only saves time: missing, corrupt or unwritable, files
+    are read anew.
 
     Two processes that save at once may lose each other's entries, never mix them.
     """
@@ -242,7 +253,7 @@ class _Cache:
         self._path = Path(base).expanduser() / "kvtier" / "fingerprints.json"
         self._changed = False
         try:
-            data = json.loads(read_whole(self._path, MAX_CACHE_BYTES))
+            data = json.loads(read_file(self._path, MAX_CACHE_BYTES))
             self._entries = {str(key): entry for key, entry in data["1"].items() if _is_entry(entry)}
         except (Invalid, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             self._entries = {}
@@ -266,7 +277,8 @@ class _Cache:
         return digest
 
     def save(self) -> None:
-        """Writes the cache aside and renames it into place, the newest MAX_CACHED entries. No error is raised where that cannot be done."""
+        """Writes the cache aside and renames it into place, the newest MAX_CACHED entries. No error is raised where
+        that cannot be done."""
         if not self._changed:
             return
         newest = dict(list(self._entries.items())[-MAX_CACHED:])

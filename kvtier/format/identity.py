@@ -1,10 +1,12 @@
 """What makes two blocks interchangeable, and the key that follows from it.
 
-A *description* states everything that must be equal for two blocks to be interchangeable and is constant for one engine life. Its canonical
-JSON has a digest; the daemon mixes the tenant in; a block's key is a hash over that, the range, the request context and the engine's
-content hash. So isolation holds by construction: a field changed anywhere changes every key. Pure functions over immutable values.
+A *description* states everything that must be equal for two blocks to be interchangeable and is constant for one engine
+life. Its canonical JSON has a digest; the daemon mixes the tenant in; a block's key is a hash over that, the range, the
+request context and the engine's content hash. So isolation holds by construction: a field changed anywhere changes
+every key. Pure functions over immutable values.
 
-No floats anywhere: an f32 is 8 hex digits of its bits, an f64 is 16 (`f32_hex`, `f64_hex`), so equality is equality of bits.
+No floats anywhere: an f32 is 8 hex digits of its bits, an f64 is 16 (`f32_hex`, `f64_hex`), so equality is equality of
+bits.
 """
 
 from __future__ import annotations
@@ -68,7 +70,8 @@ def canonical_json(data: Any) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class HashScheme:
-    """How the engine hashes content. Any of these changes silently between engine versions, so all of them are identity.
+    """How the engine hashes content. Any of these changes silently between engine versions, so all of them are
+    identity.
 
     algorithm     e.g. "sha256_cbor", or CHAIN for `chain_hashes`
     seed          what the chain starts from, as text (a digest, or the seed itself)
@@ -231,7 +234,8 @@ class Description:
 
 
 def parse_description(raw: bytes) -> Description:
-    """The description in these canonical bytes. Raises Invalid if they are too long, not JSON, not canonical, or outside the schema."""
+    """The description in these canonical bytes. Raises Invalid if they are too long, not JSON, not canonical, or
+    outside the schema."""
     if len(raw) > MAX_DESCRIPTION_BYTES:
         raise Invalid(f"a description has at most {MAX_DESCRIPTION_BYTES} bytes, not {len(raw)}")
     _check_depth(raw)
@@ -246,7 +250,8 @@ def parse_description(raw: bytes) -> Description:
 
 
 def _check_depth(raw: bytes) -> None:
-    """Raises Invalid for brackets nested deeper than MAX_DEPTH: Python 3.13's parser overruns the stack of a small thread, and the process dies."""
+    """Raises Invalid for brackets nested deeper than MAX_DEPTH: Python 3.13's parser overruns the stack of a small
+    thread, and the process dies."""
     if not raw.isascii() or b"\0" in raw:  # else strings would not be where they seem to be
         raise Invalid("a description must be JSON in ASCII, other characters as \\u escapes")
     depth = 0
@@ -267,10 +272,11 @@ def namespace_digest(description: Description, tenant: str) -> bytes:
 
 
 def request_context(adapter: bytes | None = None, salt: str | None = None) -> bytes:
-    """32 bytes for what varies per request: digest of the adapter's *weights* (not its name) and cache salt. Zeros if there is neither.
+    """32 bytes for what varies per request: digest of the adapter's *weights* (not its name) and cache salt. Zeros if
+    there is neither.
 
-    Absent and empty are the same identity. The raw salt leaves this function only inside the hash. Raises Invalid for other types than these
-    two: what Python holds to be equal (1, True, 1.0) must not become one salt.
+    Absent and empty are the same identity. The raw salt leaves this function only inside the hash. Raises Invalid for
+    other types than these two: what Python holds to be equal (1, True, 1.0) must not become one salt.
     """
     if not isinstance(adapter, bytes | None) or not isinstance(salt, str | None):
         raise Invalid(
@@ -289,9 +295,11 @@ def derive_keys(
 ) -> list[bytes]:
     """The 32-byte keys of concatenated content hashes.
 
-    key = blake2b-256(namespace digest | group, layer_lo, layer_hi, head_lo, head_hi as u16 | request context | content hash)
+    key = blake2b-256(namespace digest | group, layer_lo, layer_hi, head_lo, head_hi as u16 | request context | content
+    hash)
 
-    `resolved` comes from `Layout.resolve`. The fixed prefix is hashed once a call (306 us for 1,000 keys, against 474 us for one-shot hashing).
+    `resolved` comes from `Layout.resolve`. The fixed prefix is hashed once a call (306 us for 1,000 keys, against 474
+    us for one-shot hashing).
     """
     if len(namespace) != DIGEST_BYTES or len(context) != 32:
         raise Invalid("a namespace digest and a request context have 32 bytes each")
@@ -310,7 +318,8 @@ def derive_keys(
 def chain_hashes(tokens: Iterable[int], block_tokens: int, seed: bytes = bytes(32)) -> list[bytes]:
     """Content hashes for clients without an engine (algorithm CHAIN): one per whole block, an incomplete tail has none.
 
-    hash_0 = blake2b-256(seed | ids of block 0), hash_i = blake2b-256(hash_{i-1} | ids of block i), ids as u32 little-endian.
+    hash_0 = blake2b-256(seed | ids of block 0), hash_i = blake2b-256(hash_{i-1} | ids of block i), ids as u32
+    little-endian.
     """
     check_int("block_tokens", block_tokens, 1, 65536)
     ids = list(tokens)
@@ -347,12 +356,14 @@ class Difference:
 
 
 def diff(stored: Description, live: Description, most: int = 50) -> list[Difference]:
-    """The fields in which two descriptions differ, the first `most`; scales as numbers. Empty if and only if the digests are equal."""
+    """The fields in which two descriptions differ, the first `most`; scales as numbers. Empty if and only if the
+    digests are equal."""
     return differences(stored.to_json(), live.to_json(), most)
 
 
 def differences(stored: dict[str, Any], live: dict[str, Any], most: int = 50) -> list[Difference]:
-    """The fields in which two JSON objects differ, the first `most`. A top-level field `scales` has the form of `Description.scales`."""
+    """The fields in which two JSON objects differ, the first `most`. A top-level field `scales` has the form of
+    `Description.scales`."""
     found: list[Difference] = []
     _walk("", stored, live, found)
     if len(found) > most:
@@ -402,7 +413,8 @@ def check_revision(revision: Any) -> None:
     """Raises Invalid unless `revision` is a commit or a content fingerprint."""
     if not (isinstance(revision, str) and _REVISION.fullmatch(revision)):
         raise Invalid(
-            f"revision must be a commit (40 or 64 hex digits) or 'fingerprint:' and 64 hex digits, not {revision!r:.200}: "
+            "revision must be a commit (40 or 64 hex digits) or 'fingerprint:' and 64 hex digits, not "
+            f"{revision!r:.200}: "
             "resolve a branch to its commit, fingerprint a local directory (kvtier.format.fingerprint)"
         )
 
@@ -425,7 +437,8 @@ def _check_scales(description: Description) -> None:
     if set(wanted) != set(description.scales):
         odd = sorted(set(wanted) ^ set(description.scales))
         raise Invalid(
-            f"static scales must be given for exactly the parts with granularity tensor or head; odd: {', '.join(odd)[:200]}"
+            "static scales must be given for exactly the parts with granularity tensor or head; odd: "
+            f"{', '.join(odd)[:200]}"
         )
     for name, count in wanted.items():
         text = description.scales[name]

@@ -1,14 +1,14 @@
 """Shapes and order of the bytes of one block. Every size, offset and stride in the product derives from here.
 
-A *layout* is a tuple of layer groups. A block holds the KV of `engine_blocks` consecutive engine blocks of one group, for a
-range of its layers and a range of its KV heads. The body of a block is
+A *layout* is a tuple of layer groups. A block holds the KV of `engine_blocks` consecutive engine blocks of one group,
+for a range of its layers and a range of its KV heads. The body of a block is
 
     for each head, for each layer:  scales of every part, together padded to 16 bytes
                                     every part's elements [tokens, width], each padded to 16 bytes
 
-so a range of heads is one contiguous run. Formats may differ from layer to layer (excluded layers stay native) and from part to
-part (K and V of different width, number format and scale granularity). An `opaque` group's part is one run of bytes per layer and block that
-nobody interprets. Numbers only: no arrays, no I/O. Immutable, hence thread-safe.
+so a range of heads is one contiguous run. Formats may differ from layer to layer (excluded layers stay native) and from
+part to part (K and V of different width, number format and scale granularity). An `opaque` group's part is one run of
+bytes per layer and block that nobody interprets. Numbers only: no arrays, no I/O. Immutable, hence thread-safe.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Part:
 
     width         elements per token and head (bytes per *block* in an opaque group)
     dtype         number format of the elements, a key of ITEM_BYTES
-    granularity   what one scale covers: "none" (native), "tensor", "head" (both static, repeated per head in the block), "block-head"
+    granularity   what one scale covers: "none" (native), "tensor", "head" (both static, repeated per head in the
+                  block), "block-head"
                   (one engine block of one head), "token-head", "channel" (one channel of one engine block and head)
     scale_dtype   number format of a scale, a key of SCALE_BYTES
     """
@@ -81,7 +82,8 @@ class Part:
             raise Invalid(f"scale_dtype of {self.name} must be one of {sorted(SCALE_BYTES)}, not {self.scale_dtype!r}")
         if (self.granularity == "none") != (self.dtype not in FP8):
             raise Invalid(
-                f"{self.name}: an FP8 part needs a scale granularity and a native one has none ({self.dtype}, {self.granularity})"
+                f"{self.name}: an FP8 part needs a scale granularity and a native one has none ({self.dtype}, "
+                f"{self.granularity})"
             )
 
     @property
@@ -145,7 +147,8 @@ class Group:
         for layer in self.layers:
             if opaque and (len(layer.parts) != 1 or layer.parts[0].dtype != "u8"):
                 raise Invalid(
-                    f"layer {layer.index} of an opaque group must have one part of dtype u8 whose width is its bytes per block"
+                    f"layer {layer.index} of an opaque group must have one part of dtype u8 whose width is its bytes "
+                    "per block"
                 )
             for part in layer.parts:
                 if not opaque and part.width > MAX_WIDTH:
@@ -181,7 +184,8 @@ class Group:
 class Range:
     """Which part of a namespace a block covers: a group, layers [lo, hi) within the group, KV heads [lo, hi).
 
-    `hi` = None means to the end; `Layout.resolve` fills it in. Ranges are part of a block's key, never of the namespace.
+    `hi` = None means to the end; `Layout.resolve` fills it in. Ranges are part of a block's key, never of the
+    namespace.
     """
 
     group: int = 0
@@ -259,7 +263,8 @@ class Layout:
 
     @classmethod
     def from_json(cls, data: Any) -> Layout:
-        """The layout that `to_json` wrote. Raises Invalid for anything else: missing or unknown fields, wrong types, sizes."""
+        """The layout that `to_json` wrote. Raises Invalid for anything else: missing or unknown fields, wrong types,
+        sizes."""
         groups = fields(data, "layout", "groups")[0]
         return cls(tuple(_group_from_json(group) for group in items(groups, "layout.groups")))
 
@@ -284,13 +289,15 @@ def _extents(layout: Layout, group_index: int, layer_lo: int, layer_hi: int, hea
     extents = Extents(group, (layer_lo, layer_hi), (head_lo, head_hi), position, tuple(scales), tuple(data))
     if extents.block_bytes > MAX_BLOCK_BYTES:
         raise Invalid(
-            f"a block of this range has {extents.block_bytes} bytes; the largest is {MAX_BLOCK_BYTES}: use fewer tokens, layers or heads a block"
+            f"a block of this range has {extents.block_bytes} bytes; the largest is {MAX_BLOCK_BYTES}: use fewer "
+            "tokens, layers or heads a block"
         )
     return extents
 
 
 def fields(data: Any, where: str, *names: str) -> list[Any]:
-    """The values of exactly these fields of a JSON object, in this order. Raises Invalid for missing and unknown ones."""
+    """The values of exactly these fields of a JSON object, in this order. Raises Invalid for missing and unknown
+    ones."""
     if not isinstance(data, dict):
         raise Invalid(f"{where} must be an object, not {type(data).__name__}")
     if missing := [name for name in names if name not in data]:
@@ -372,7 +379,8 @@ def attention(
 
 
 def opaque(nbytes: int, digest: str, *, engine_tokens: int, layers: int = 1, engine_blocks: int = 1) -> Layout:
-    """Blocks of bytes that are not interpreted: `nbytes` per layer and block; `digest` (64 hex digits) names what they mean."""
+    """Blocks of bytes that are not interpreted: `nbytes` per layer and block; `digest` (64 hex digits) names what they
+    mean."""
     part = (Part("bytes", nbytes, "u8"),)
     return Layout(
         (Group("opaque", 1, engine_tokens, tuple(Layer(i, part) for i in range(layers)), engine_blocks, None, digest),)

@@ -1,7 +1,8 @@
-"""Which tensor of a checkpoint is a KV scale, by its name: llm-compressor and compressed-tensors, ModelOpt, Quark, and what vLLM accepts beside.
+"""Which tensor of a checkpoint is a KV scale, by its name: llm-compressor and compressed-tensors, ModelOpt, Quark, and
+what vLLM accepts beside.
 
-One rule: a name that looks like a KV scale and is not understood is said to be so (`odd`), never passed over, because a scale that nobody reads
-becomes a silent 1.0. Pure functions.
+One rule: a name that looks like a KV scale and is not understood is said to be so (`odd`), never passed over, because a
+scale that nobody reads becomes a silent 1.0. Pure functions.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _LOOKS = re.compile(r"(?:^|[._])(?:(?:k|v|q|kv)_(?:scale|zero_point)|(?:k|v|kv)_
 
 @dataclass(frozen=True, slots=True)
 class ScaleName:
-    """part "k", "v", "q", or "kv" for one scale of both; `zero_point` if it is one of these instead; `style` is a word for reports."""
+    """part "k", "v", "q", or "kv" for one scale of both; `zero_point` if it is one of these instead; `style` is a word
+    for reports."""
 
     layer: int
     part: str
@@ -48,5 +50,6 @@ def odd(name: str) -> bool:
 
 
 def is_scale(name: str) -> bool:
-    """Whether a tensor may matter to KV as a scale: those that are understood, those that look like it, and all scales of the attention."""
+    """Whether a tensor may matter to KV as a scale: those that are understood, those that look like it, and all scales
+    of the attention."""
     return _LOOKS.search(name) is not None or (name.endswith("_scale") and "attn" in name.replace("attention", "attn"))

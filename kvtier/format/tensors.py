@@ -1,25 +1,25 @@
-"""Reading safetensors files: tensors as raw bytes (numpy has no bf16), every malformation an Invalid that names the file.
+"""Reading safetensors files: tensors as raw bytes (numpy has no bf16), every malformation an Invalid that names the
+file.
 
-Whole small files (scales) go through the safetensors library; of large ones (weights) only the header is read, here, as strictly. Sizes are
-limited before anything is allocated. Blocks on disk, never on a FIFO or a device. Nothing here is kept between calls, hence thread-safe.
+Whole small files (scales) go through the safetensors library; of large ones (weights) only the header is read, here, as
+strictly. Sizes are limited before anything is allocated. Blocks on disk, never on a FIFO or a device. Nothing here is
+kept between calls, hence thread-safe.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import safetensors
 from numpy.typing import NDArray
 
 from kvtier.errors import Invalid
+from kvtier.format.files import naming, open_file, read_file
 from kvtier.format.layout import fields, items
 
 MAX_FILE_BYTES = 64 * 2**20  # of a file that is read whole
@@ -28,7 +28,8 @@ MAX_HEADER_BYTES = 100_000_000  # the limit of the format
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor of a safetensors file as it stands there: format name ("F32", "BF16", ...), shape, little-endian bytes."""
+    """One tensor of a safetensors file as it stands there: format name ("F32", "BF16", ...), shape, little-endian
+    bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -46,8 +47,9 @@ class Span:
 
 
 def read_safetensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """All tensors of a safetensors file of at most MAX_FILE_BYTES, as raw bytes (numpy has no bf16). Raises Invalid naming the file."""
-    raw = read_whole(path, MAX_FILE_BYTES)
+    """All tensors of a safetensors file of at most MAX_FILE_BYTES, as raw bytes (numpy has no bf16). Raises Invalid
+    naming the file."""
+    raw = read_file(path, MAX_FILE_BYTES)
     try:
         found = safetensors.deserialize(raw)
     except safetensors.SafetensorError as error:
@@ -56,11 +58,12 @@ def read_safetensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 
 def read_header(path: str | os.PathLike[str]) -> tuple[dict[str, Span], bytes]:
-    """Where the tensors of a safetensors file of any size lie, and the file's first bytes up to the data. Raises Invalid naming the file.
+    """Where the tensors of a safetensors file of any size lie, and the file's first bytes up to the data. Raises
+    Invalid naming the file.
 
     Reads the header only. Spans leave no hole, do not overlap, and end with the file, as the format demands.
     """
-    with open_regular(path) as file, naming(path):
+    with open_file(path) as file, naming(path):
         size = os.fstat(file.fileno()).st_size
         length = file.read(8)
         header_bytes = int.from_bytes(length, "little")
@@ -86,7 +89,8 @@ def read_header(path: str | os.PathLike[str]) -> tuple[dict[str, Span], bytes]:
 
 
 def to_f32(tensor: Tensor) -> NDArray[np.float32]:
-    """The values of an F32, F16 or BF16 tensor, exactly, in its shape. Raises Invalid for other formats and for bytes that do not fit the shape."""
+    """The values of an F32, F16 or BF16 tensor, exactly, in its shape. Raises Invalid for other formats and for bytes
+    that do not fit the shape."""
     item = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}.get(tensor.dtype)
     if item is None:
         raise Invalid(f"values must be F32, F16 or BF16, not {tensor.dtype}")
@@ -96,42 +100,6 @@ def to_f32(tensor: Tensor) -> NDArray[np.float32]:
     if tensor.dtype == "BF16":
         values = (values.astype(np.uint32) << 16).view(np.float32)  # the upper half of an f32
     return values.astype(np.float32).reshape(tensor.shape)
-
-
-@contextmanager
-def open_regular(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A regular file, open for reading. Raises Invalid naming the path if it is missing, unreadable or of another kind; never waits (FIFO)."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except (OSError, ValueError) as error:
-        raise Invalid(f"{path}: {getattr(error, 'strerror', None) or error}") from None
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise Invalid(f"{path}: not a regular file")
-        with open(descriptor, "rb", closefd=False) as file:
-            yield file
-    except OSError as error:
-        raise Invalid(f"{path}: {error.strerror}") from error
-    finally:
-        os.close(descriptor)
-
-
-def read_whole(path: str | os.PathLike[str], most: int) -> bytes:
-    """The bytes of a regular file. Raises Invalid naming the file if it cannot be read or has more than `most`."""
-    with open_regular(path) as file:
-        raw = file.read(most + 1)
-    if len(raw) > most:
-        raise Invalid(f"{path}: more than {most} bytes")
-    return raw
-
-
-@contextmanager
-def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Puts the file's name before the message of an Invalid."""
-    try:
-        yield
-    except Invalid as error:
-        raise Invalid(f"{path}: {error}") from None
 
 
 def _span(name: str, entry: Any, start: int) -> Span:

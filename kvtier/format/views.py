@@ -1,7 +1,9 @@
-"""numpy views of the parts and scales inside a block's body. Nothing is copied: a view reads, and writes where the body is writable, the slot itself.
+"""numpy views of the parts and scales inside a block's body. Nothing is copied: a view reads, and writes where the body
+is writable, the slot itself.
 
-A view of a leased block is valid until its lease ends, one of a reserved slot until it is sealed. numpy has no FP8 and no bf16, so elements
-of these formats come as raw bits. The torch twin is `kvtier.client.torch_views`. Pure arithmetic over `layout.Extents`; any thread may call.
+A view of a leased block is valid until its lease ends, one of a reserved slot until it is sealed. numpy has no FP8 and
+no bf16, so elements of these formats come as raw bits. The torch twin is `kvtier.client.torch_views`. Pure arithmetic
+over `layout.Extents`; any thread may call.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ _BITS = {
 
 
 def part_of(extents: Extents, layer: int, part: int) -> Part:
-    """The layout's part behind these indices; `layer` counts within the range of `extents`. Raises Invalid outside it."""
+    """The layout's part behind these indices; `layer` counts within the range of `extents`. Raises Invalid outside
+    it."""
     layers = extents.group.layers[extents.layers[0] : extents.layers[1]]
     if not 0 <= layer < len(layers):
         raise Invalid(f"layer {layer} is not in [0, {len(layers)}), the layers of this range")
@@ -38,9 +41,11 @@ def part_of(extents: Extents, layer: int, part: int) -> Part:
 
 
 def part_view(body: NDArray[np.uint8], extents: Extents, layer: int, part: int) -> NDArray[Any]:
-    """Elements of one part, [heads, tokens, width]; of an opaque group its bytes, [1, 1, bytes]. `layer` counts within the range.
+    """Elements of one part, [heads, tokens, width]; of an opaque group its bytes, [1, 1, bytes]. `layer` counts within
+    the range.
 
-    dtype: uint8 for FP8 codes and opaque bytes, uint16 for bf16 and fp16 bits, float32 for fp32. Raises Invalid for a body of another size.
+    dtype: uint8 for FP8 codes and opaque bytes, uint16 for bf16 and fp16 bits, float32 for fp32. Raises Invalid for a
+    body of another size.
     """
     spec = part_of(extents, layer, part)
     tokens = 1 if extents.group.kind == "opaque" else extents.group.tokens
@@ -49,7 +54,8 @@ def part_view(body: NDArray[np.uint8], extents: Extents, layer: int, part: int) 
 
 
 def scale_view(body: NDArray[np.uint8], extents: Extents, layer: int, part: int) -> NDArray[Any]:
-    """Scales of one part, [heads, scale_count] (`layout.Group.scale_count`; none for a native part). `layer` counts within the range.
+    """Scales of one part, [heads, scale_count] (`layout.Group.scale_count`; none for a native part). `layer` counts
+    within the range.
 
     dtype: float32, uint16 for the bits of 2-byte scales. Raises Invalid for a body of another size.
     """
@@ -75,5 +81,6 @@ def check_body(body: NDArray[np.uint8], extents: Extents) -> None:
     """Raises Invalid unless `body` is one contiguous run of exactly this range's bytes."""
     if body.dtype != np.uint8 or body.shape != (extents.body_bytes,) or not body.flags.c_contiguous:
         raise Invalid(
-            f"the body of this range is a contiguous run of {extents.body_bytes} uint8, not {body.dtype} of shape {body.shape}"
+            f"the body of this range is a contiguous run of {extents.body_bytes} uint8, not {body.dtype} of shape "
+            f"{body.shape}"
         )

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.errors import Invalid
+from kvtier.format.files import naming, open_file
 from kvtier.format.fingerprint import resolve_revision
 from kvtier.format.identity import Description, HashScheme, f32_hex, f64_hex
 from kvtier.format.layout import Group, Layer, Layout, Part
 from kvtier.format.scale_names import parse
-from kvtier.format.tensors import Tensor, naming, open_regular, read_header, to_f32
+from kvtier.format.tensors import Tensor, read_header, to_f32
 from kvtier.models.model_config import DTYPES, read_config
 
 VLLM_SEED = "vllm-none-hash"  # what vLLM 0.32 and 0.33 start cryptographic hashes from unless PYTHONHASHSEED is set
@@ -186,7 +187,7 @@ def _scales(root: Path, layers: int, heads: int, cpu: bool) -> tuple[dict[str, s
             said = parse(name)
             if said is None or said.zero_point or said.part == "q":
                 continue
-            with open_regular(file) as stream, naming(file):
+            with open_file(file) as stream, naming(file):
                 stream.seek(span.start)
                 values = to_f32(Tensor(span.dtype, span.shape, stream.read(span.nbytes))).flatten().tolist()
             for part in said.part:  # "kv" is one scale for both

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.errors import Invalid
+from kvtier.format.files import naming, read_file
 from kvtier.format.layout import check_int
-from kvtier.format.tensors import naming, read_whole
 
 MAX_CONFIG_BYTES = 8 * 2**20
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -90,7 +90,7 @@ def read_caches(path: str | Path) -> ModelCaches:
 
 def read_config(file: Path) -> dict[str, Any]:
     """A config.json, or another small JSON object beside it. Raises Invalid, naming the file."""
-    raw = read_whole(file, MAX_CONFIG_BYTES)
+    raw = read_file(file, MAX_CONFIG_BYTES)
     with naming(file):
         try:
             config = json.loads(raw)

@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 
 from kvtier.errors import Invalid
 from kvtier.format.artifact import LEAST_SCALE, MOST_SCALE, Artifact, PartFormat
+from kvtier.format.files import naming, open_file
 from kvtier.format.fingerprint import resolve_revision
 from kvtier.format.identity import MAX_TEXT, canonical_json, f32_hex, pack_scales
 from kvtier.format.scale_names import ScaleName, odd, parse
-from kvtier.format.tensors import Tensor, naming, open_regular, read_header, to_f32
+from kvtier.format.tensors import Tensor, read_header, to_f32
 from kvtier.models.model_config import ModelCaches, caches_of, read_config
 
 CODEC = 1  # of the quantizer whose rules the values are checked against: `kvtier_kernels.reference.CODEC`
@@ -154,7 +155,7 @@ def read_scales(root: Path, heads: Mapping[int, int], found: Import, allow_extra
             if span.nbytes > MAX_SCALE_BYTES:
                 problems.append(f"{where} has {span.nbytes} bytes, too many for scales")
                 continue
-            with open_regular(file) as stream:
+            with open_file(file) as stream:
                 stream.seek(span.start)
                 tensor = Tensor(span.dtype, span.shape, stream.read(span.nbytes))
             try:

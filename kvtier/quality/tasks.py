@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kvtier.errors import Invalid
-from kvtier.format.tensors import read_whole
+from kvtier.format.files import read_file
 from kvtier.quality.checkers import check, valid_json, validate
 from kvtier.quality.compare import Step
 from kvtier.quality.loaded_model import LoadedModel
@@ -134,7 +134,7 @@ def read(path: Path) -> list[Task]:
     """Tasks of a JSONL file: {"prompt", "checker"} a line, and "name", "max_tokens", "stratum" if it likes. Raises
     Invalid with the line's number."""
     tasks = []
-    for number, line in enumerate(read_whole(path, MAX_FILE_BYTES).decode("utf-8", "replace").splitlines(), 1):
+    for number, line in enumerate(read_file(path, MAX_FILE_BYTES).decode("utf-8", "replace").splitlines(), 1):
         if not line.strip():
             continue
         try:

@@ -17,8 +17,8 @@ from pydoc_data.topics import topics
 import numpy as np
 
 from kvtier.errors import Invalid
+from kvtier.format.files import read_file
 from kvtier.format.identity import check_text
-from kvtier.format.tensors import read_whole
 
 MAX_FILE_BYTES = 256 * 2**20
 BUILT_IN = "manual"  # stratum of the text that is on every machine: CPython's help topics
@@ -103,7 +103,7 @@ def mix(samples: Iterable[Sample]) -> str:
 
 def _documents(path: Path, stratum: str, encode: Encode) -> list[tuple[str, list[int]]]:
     check_text("stratum", stratum)
-    raw = read_whole(path, MAX_FILE_BYTES)
+    raw = read_file(path, MAX_FILE_BYTES)
     try:
         text = raw.decode()
     except UnicodeDecodeError:

@@ -1,4 +1,5 @@
-"""The KV artifact and the reading of safetensors files: whole or refused, from raw bytes, every refusal naming the place."""
+"""The KV artifact and the reading of safetensors files: whole or refused, from raw bytes, every refusal naming the
+place."""
 
 from __future__ import annotations
 

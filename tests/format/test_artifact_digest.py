@@ -1,4 +1,5 @@
-"""The digest of an artifact is part of every namespace made with it, for ever: golden values, in fresh interpreters of every Python found here.
+"""The digest of an artifact is part of every namespace made with it, for ever: golden values, in fresh interpreters of
+every Python found here.
 
 A second writing needs the standard library only, so that Pythons without numpy can say the same.
 """
@@ -34,7 +35,8 @@ OURS = "import sys; from kvtier.format.artifact import load; a = load(sys.argv[1
 
 
 def golden() -> Artifact:
-    """Every field away from its default; scales whose bits differ in every byte, a subnormal among them; text that is not ASCII."""
+    """Every field away from its default; scales whose bits differ in every byte, a subnormal among them; text that is
+    not ASCII."""
     scales = {
         (layer, part): np.array([0.0173 * (layer + 1), 1e-40 if part == "v" else 3.25, 447.9], np.float32)
         for layer in (0, 2, 11)

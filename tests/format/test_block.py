@@ -1,4 +1,5 @@
-"""The bytes of a block: the page docs/format.md is true, and every way to be malformed is refused by name. All bytes here are made by hand."""
+"""The bytes of a block: the page docs/format.md is true, and every way to be malformed is refused by name. All bytes
+here are made by hand."""
 
 from __future__ import annotations
 
@@ -337,7 +338,8 @@ def test_a_length_that_is_not_nbytes(change: int) -> None:
 
 @pytest.mark.parametrize("at", [0, 15, 31])
 def test_a_whole_block_of_another_key(at: int) -> None:
-    """Misdirected, or a stale copy of another key's slot: its checksum is right for what it is, so the key has to tell."""
+    """Misdirected, or a stale copy of another key's slot: its checksum is right for what it is, so the key has to
+    tell."""
     made = raw()
     wanted = bytearray(KEY)
     wanted[at] ^= 1

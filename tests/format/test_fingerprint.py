@@ -244,7 +244,8 @@ def test_times_put_back_by_hand_do_not_hide_a_change(model: Path) -> None:
 
 @pytest.mark.parametrize("full", [False, True])
 def test_every_covered_byte_counts(model: Path, full: bool) -> None:
-    """One byte changed anywhere that is covered: header, scale tensors, both ends of every sample, configuration, index, code."""
+    """One byte changed anywhere that is covered: header, scale tensors, both ends of every sample, configuration,
+    index, code."""
     path = model / "model-1.safetensors"
     size = path.stat().st_size
     assert size > SAMPLES * SAMPLE_BYTES

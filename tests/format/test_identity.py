@@ -1,4 +1,5 @@
-"""Identity: any field changed changes every key (I1), keys are the same in every process, and what is malformed is refused by name."""
+"""Identity: any field changed changes every key (I1), keys are the same in every process, and what is malformed is
+refused by name."""
 
 from __future__ import annotations
 
@@ -124,7 +125,8 @@ TEXTS = (
 
 
 def variants(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """(path, changed copy or Refused) for changes of every field below a value, found by walking the types: no field can be forgotten."""
+    """(path, changed copy or Refused) for changes of every field below a value, found by walking the types: no field
+    can be forgotten."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             for where, changed in variants(getattr(value, field.name), f"{path}.{type(value).__name__}:{field.name}"):
@@ -273,7 +275,10 @@ def test_digests_and_keys_are_these_bytes() -> None:
     )
     part = '[["k",8,"bf16","none","fp32"],["v",8,"bf16","none","fp32"]]'
     layers = f'[{{"index":0,"parts":{part}}},{{"index":1,"parts":{part}}}]'
-    group = f'{{"digest":null,"engine_blocks":1,"engine_tokens":16,"heads":2,"kind":"attention","layers":{layers},"window":null}}'
+    group = (
+        '{"digest":null,"engine_blocks":1,"engine_tokens":16,"heads":2,"kind":"attention",'
+        f'"layers":{layers},"window":null}}'
+    )
     text = (
         '{"artifact":null,"backend":"plain","encoding":{"codec":0,"rule":"none"},"format":1,'
         '"hash":{"algorithm":"x","block_tokens":16,"bytes":32,"lookahead":0,"seed":"0"},'
@@ -464,7 +469,8 @@ def spoiled(path: tuple[Any, ...], *value: Any) -> bytes:
 
 @pytest.mark.parametrize("path", list(places(RICH.to_json())), ids=lambda path: ".".join(map(str, path)))
 def test_every_field_is_checked_when_read(path: tuple[Any, ...]) -> None:
-    """A wrong value anywhere is refused by name or is another description with another digest; nothing else is raised."""
+    """A wrong value anywhere is refused by name or is another description with another digest; nothing else is
+    raised."""
     outcomes = []
     for wrong in (
         None,
@@ -662,28 +668,9 @@ def test_kvb_08_model_updated_under_the_same_name(tmp_path: Path, monkeypatch: p
             check_revision(branch_or_path)
 
 
-PROGRAM = """
-import sys
-from kvtier.errors import Invalid
-from kvtier.format.identity import CHAIN, Description, HashScheme, chain_hashes, derive_keys, namespace_digest, request_context
-from kvtier.format.layout import Range, attention
-
-layout = attention(2, 2, 8, engine_tokens=16, dtype="bf16")
-for extras in (None, "", "None", (), ("a", None), 1, True, 1.0, "1", "True", "1.0", "()"):
-    for place in ("salt", "rope"):
-        try:
-            rope = {"x": extras} if place == "rope" else {}
-            description = Description("m", "1" * 40, layout, HashScheme(CHAIN, "0", 16), rope=rope)
-            context = request_context(salt=extras) if place == "salt" else bytes(32)
-            keys = derive_keys(namespace_digest(description, "local"), layout.resolve(Range()), context, b"".join(chain_hashes(range(256), 16)), 32)
-            print(place, repr(extras), b"".join(keys).hex())
-        except Invalid:
-            print(place, repr(extras), "Invalid")
-"""
-
-
 def interpreters() -> list[str]:
-    """This interpreter and whichever other supported versions start on this machine; floor 0 up to identity needs the standard library only."""
+    """This interpreter and whichever other supported versions start on this machine; floor 0 up to identity needs the
+    standard library only."""
     found = [sys.executable]
     for name in ("python3.11", "python3.12", "python3.13"):
         path = shutil.which(name)
@@ -693,7 +680,8 @@ def interpreters() -> list[str]:
 
 
 def test_kvb_10_every_process_derives_the_same_keys() -> None:
-    """50 fresh interpreters, hash seeds unset, 0, 1 and random. Values that Python holds to be equal are refused or kept apart."""
+    """50 fresh interpreters, hash seeds unset, 0, 1 and random. Values that Python holds to be equal are refused or
+    kept apart."""
     available = interpreters()
     outputs = set()
     for i in range(50):
@@ -702,7 +690,7 @@ def test_kvb_10_every_process_derives_the_same_keys() -> None:
         seed = (None, "0", "1", "random")[i % 4]
         if seed is not None:
             environment["PYTHONHASHSEED"] = seed
-        command = [available[i % len(available)], "-S", "-c", PROGRAM]
+        command = [available[i % len(available)], "-S", str(ROOT / "tests/support/programs/derive_keys.py")]
         outputs.add(
             subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True).stdout
         )

@@ -1,4 +1,5 @@
-"""Sizes and offsets: checked against a plain laying-out of bytes, and every malformed layout refused by name (case KVB-07, layout part)."""
+"""Sizes and offsets: checked against a plain laying-out of bytes, and every malformed layout refused by name (case
+KVB-07, layout part)."""
 
 from __future__ import annotations
 
@@ -89,7 +90,8 @@ def layouts_and_ranges(draw: st.DrawFn) -> tuple[Layout, Range]:
 
 
 def lay_out(layout: Layout, range_: Range) -> tuple[int, dict[tuple[int, int, int, str], tuple[int, int]]]:
-    """(body bytes, {(head, layer, part, "scales" or "data"): (start, bytes)}): the format's sentence done literally, byte by byte."""
+    """(body bytes, {(head, layer, part, "scales" or "data"): (start, bytes)}): the format's sentence done literally,
+    byte by byte."""
     group = layout.groups[range_.group]
     tokens = group.engine_tokens * group.engine_blocks
     where: dict[tuple[int, int, int, str], tuple[int, int]] = {}
@@ -356,7 +358,8 @@ WRONG = (None, True, -1, 0, 0.5, 2**31, 2**63 - 1, "", "x", "\0", [], {}, [[]], 
 
 @pytest.mark.parametrize("path", list(places(RICH.to_json())), ids=str)
 def test_every_field_is_checked_when_read(path: tuple[Any, ...]) -> None:
-    """Any wrong value anywhere is refused by name, or is another valid layout; missing and unknown fields are refused."""
+    """Any wrong value anywhere is refused by name, or is another valid layout; missing and unknown fields are
+    refused."""
     refused = 0
     for wrong in WRONG:
         data = RICH.to_json()

@@ -17,7 +17,8 @@ HEX = "ab" * 32
 
 
 def mixed_layout() -> Layout:
-    """K and V of different width, format and granularity, an excluded layer, 2-byte scales, a latent group and an opaque one."""
+    """K and V of different width, format and granularity, an excluded layer, 2-byte scales, a latent group and an
+    opaque one."""
     attention = Group(
         "attention",
         heads=4,

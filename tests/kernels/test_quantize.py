@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +20,7 @@ from kvtier.errors import Invalid
 from kvtier.format.layout import STATIC as STATIC_KINDS
 from kvtier.format.layout import Layout
 from tests.kernels.cases import DEVICE, KINDS, NANS, ORDERS, STATIC, cache_of, layout_of, storage
+from tests.support.paths import ROOT
 
 RUBBISH = 0x55
 
@@ -246,59 +246,16 @@ def test_formats_and_shapes_that_do_not_fit_are_refused_by_name() -> None:
         plan(layout_of(96, 2, 16, KINDS["head"]).extents(), setting.caches)
 
 
-FAR = """
-import sys
-import torch
-import kvtier_kernels.interpreter
-from kvtier_kernels import paged, reference
-from kvtier_kernels.attention import decode
-from kvtier_kernels.expand import Expander
-from kvtier_kernels.batch_plan import plan
-from kvtier_kernels.prefill import prefill
-from kvtier_kernels.quantize import quantize
-from kvtier_kernels.restore import restore
-from kvtier.format import layout
-torch.set_default_device(sys.argv[1])
-pages, width = 2**31 // (16 * 128) + 8, 64  # the last page begins beyond 2^31 elements and 2^32 bytes
-kv = torch.zeros(pages, 1, 16, 2 * width, dtype=torch.bfloat16)  # zeroed lazily: touched pages alone take memory
-flags = torch.zeros(pages, dtype=torch.uint8)
-cache = paged.interleaved(kv, width, flags, ("block-head", "block-head"))
-extents = layout.attention(1, 1, width, engine_tokens=16, granularity="block-head").extents()
-made, last = plan(extents, [cache]), pages - 1
-x = torch.randn(1, 16, 2 * width, generator=torch.Generator().manual_seed(0), device="cpu").bfloat16()
-kv[last] = x.to(kv.device)
-bodies, ids = torch.zeros(1, extents.body_bytes, dtype=torch.uint8), torch.tensor([[last]])
-quantize(made, ids, bodies)
-wanted = [reference.quantize(x[..., i * width : (i + 1) * width], "block-head") for i in (0, 1)]
-assert torch.equal(bodies[0, extents.data[0][0] :][: 16 * width].cpu(), wanted[0].codes.view(torch.uint8).flatten())
-kv[last] = 0
-restore(made, bodies, ids)
-assert flags[last] == 1 and flags.sum() == 1
-again = torch.zeros_like(bodies)
-quantize(made, ids, again)
-assert torch.equal(again, bodies), "gathered"
-q = torch.ones(1, 2, width, dtype=torch.bfloat16)
-table, lengths, starts = (torch.tensor(i, dtype=torch.int32) for i in ([[last]], [16], [0, 1]))
-found = [
-    decode(q, cache, table, lengths, 16, dtype=torch.float32)[0],
-    prefill(q, cache, table, starts, lengths, 1, dtype=torch.float32)[0],
-]
-tile = reference.Tile(wanted[0].codes, wanted[1].codes, wanted[0].scales, wanted[1].scales, "block-head", "block-head")
-right = reference.attention(q.cpu().transpose(0, 1), [tile], start=15).output[:, 0]
-assert all((out[0].cpu() - right).norm() / right.norm() < 1e-3 for out in found)
-Expander(enabled=True).expand(made, bodies, ids)
-plain = [reference.dequantize(part.codes, part.scales, "block-head").bfloat16() for part in wanted]
-assert torch.equal(kv[last].cpu(), torch.cat(plain, 2)) and flags.sum() == 0
-print("far")
-"""
-
-
 @pytest.mark.timeout(300)
-def test_offsets_beyond_2_31(tmp_path: Path) -> None:
+def test_offsets_beyond_2_31() -> None:
     """Every kernel, in a process of its own: an offset that overflowed would be a segmentation fault there."""
-    root = Path(__file__).resolve().parent.parent.parent
     done = subprocess.run(
-        [sys.executable, "-c", FAR, DEVICE.type], cwd=root, capture_output=True, text=True, timeout=280, check=False
+        [sys.executable, "-m", "tests.support.programs.far_offsets", DEVICE.type],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
     )
     assert done.returncode == 0 and done.stdout == "far\n", f"{done.returncode}: {done.stderr[-2000:]}"
 

@@ -10,7 +10,7 @@ from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
 
 from kvtier.connectors.common.settings_checks import check_names, socket_of
 from kvtier.errors import Invalid
-from kvtier.format.description_file import read_description
+from kvtier.format.files import read_description
 from kvtier.format.identity import Description
 
 KNOWN = ("namespaces", "socket", "max_capacity_gb")

@@ -1,7 +1,9 @@
-"""The backend on a CPU, in plain torch and in f32: the meaning of the GPU's kernels, and what tests with a real engine run on. Slow, and meant so.
+"""The backend on a CPU, in plain torch and in f32: the meaning of the GPU's kernels, and what tests with a real engine
+run on. Slow, and meant so.
 
-A cache is [pages, heads, tokens, K | V] like a GPU's, in any physical order, so everything else (format, flags, connector) is the same code. CPU
-engines have a faster backend of their own; it packs K, which nothing in place could be read from. Called by vLLM from the engine's thread.
+A cache is [pages, heads, tokens, K | V] like a GPU's, in any physical order, so everything else (format, flags,
+connector) is the same code. CPU engines have a faster backend of their own; it packs K, which nothing in place could be
+read from. Called by vLLM from the engine's thread.
 """
 
 from __future__ import annotations
@@ -85,7 +87,8 @@ class CpuDualImpl(AttentionImpl[DualMetadata]):
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
-        """The only writer of new tokens. slot = page * tokens + place; below 0 is padding: -1 // tokens would be the last page."""
+        """The only writer of new tokens. slot = page * tokens + place; below 0 is padding: -1 // tokens would be the
+        last page."""
         tokens, page_flags = kv_cache.shape[2], flags.of(kv_cache)
         real = slot_mapping >= 0
         slots = slot_mapping[real]
@@ -95,7 +98,8 @@ class CpuDualImpl(AttentionImpl[DualMetadata]):
         kv_cache[pages, :, places] = torch.cat([key[:count][real], value[:count][real]], -1).to(kv_cache.dtype)
 
     def _clear(self, page_flags: torch.Tensor, pages: torch.Tensor, places: torch.Tensor) -> None:
-        """These pages hold native elements from now on. A token in the middle of an FP8 page would make noise of those before it."""
+        """These pages hold native elements from now on. A token in the middle of an FP8 page would make noise of those
+        before it."""
         middle = set(pages[page_flags[pages] != 0].tolist()) - set(pages[places == 0].tolist())
         if middle:
             raise RuntimeError(f"kvtier: a token is to be written into the middle of FP8 pages {sorted(middle)}")
@@ -219,7 +223,8 @@ def refuse(alibi: Any, kv_cache_dtype: str, attn_type: str, shared: str | None, 
         raise NotImplementedError(f"kvtier's dual backend has no {', '.join(odd) or 'alibi_slopes'}")
     if kv_cache_dtype not in ("auto", "bfloat16", "float16"):
         raise NotImplementedError(
-            f"kvtier's dual backend keeps a BF16 or FP16 cache, not kv_cache_dtype {kv_cache_dtype}: an FP8 cache needs no dual"
+            f"kvtier's dual backend keeps a BF16 or FP16 cache, not kv_cache_dtype {kv_cache_dtype}: an FP8 cache "
+            "needs no dual"
         )
     if attn_type != AttentionType.DECODER:
         raise NotImplementedError(f"kvtier's dual backend is for decoders, not attention of type {attn_type}")

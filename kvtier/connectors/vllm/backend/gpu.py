@@ -1,8 +1,10 @@
-"""The backend on a GPU: vLLM's Triton backend with kvtier's kernels in the place of two methods. Nobody has run it on a GPU engine yet.
+"""The backend on a GPU: vLLM's Triton backend with kvtier's kernels in the place of two methods. Nobody has run it on a
+GPU engine yet.
 
-Write and clear in one launch (`kvtier_kernels.write`); attention by each page's flag (`attention.decode` where every request has one query, else
-`prefill`). Selection, metadata and cache come from the class it inherits. The flags are a tensor at a fixed address, not metadata: a captured graph
-reads their values of today. Graphs are captured for decode steps alone: in those of prefill the number of programs would be fixed.
+Write and clear in one launch (`kvtier_kernels.write`); attention by each page's flag (`attention.decode` where every
+request has one query, else `prefill`). Selection, metadata and cache come from the class it inherits. The flags are a
+tensor at a fixed address, not metadata: a captured graph reads their values of today. Graphs are captured for decode
+steps alone: in those of prefill the number of programs would be fixed.
 """
 
 from __future__ import annotations
@@ -122,7 +124,8 @@ class GpuDualImpl(TritonAttentionImpl):
 
 
 class GpuDualBackend(TritonAttentionBackend):
-    """The class that --attention-backend CUSTOM selects. What the kernels lack is refused by vLLM's own check, by name."""
+    """The class that --attention-backend CUSTOM selects. What the kernels lack is refused by vLLM's own check, by
+    name."""
 
     kvtier_dual = True
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16]

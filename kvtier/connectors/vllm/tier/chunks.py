@@ -18,7 +18,7 @@ from typing import Any
 from kvtier.connectors.common.object_naming import ObjectForm, Space, readable
 from kvtier.connectors.common.settings_checks import check_choice, check_names, socket_of
 from kvtier.errors import Invalid
-from kvtier.format.description_file import read_description
+from kvtier.format.files import read_description
 from kvtier.format.fingerprint import resolve_revision
 from kvtier.format.identity import Description, HashScheme, canonical_json
 from kvtier.format.layout import Group, Layer, Layout, Part
