@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from kvtier.errors import Invalid
-from kvtier.format.layout import SCALE_BYTES, Extents, pad
+from kvtier.format.layout import ITEM_BYTES, SCALE_BYTES, Extents, pad
 from kvtier.format.layout import Part as LayoutPart
 from kvtier_kernels.paged import Paged, Plane
 
@@ -142,8 +142,7 @@ def plan(extents: Extents, caches: Sequence[Paged]) -> BatchPlan:
     codec's bounds) and static scales in less than fp32.
     """
     group = extents.group
-    layers = group.layers[extents.layers[0] : extents.layers[1]]
-    heads = extents.heads[1] - extents.heads[0]
+    layers, heads = extents.range_layers, extents.head_count
     if group.kind != "attention" or len(caches) != len(layers):
         raise Invalid(
             f"a plan needs an attention group and one cache for each of its {len(layers)} layers, not {len(caches)}"
@@ -156,24 +155,23 @@ def plan(extents: Extents, caches: Sequence[Paged]) -> BatchPlan:
         raise Invalid("one flag per page holds for all layers: caches share the tensor")
     sorts: dict[tuple[object, ...], list[tuple[Plane, list[int]]]] = {}
     parts: dict[tuple[object, ...], LayoutPart] = {}
-    for i, (layer, cache) in enumerate(zip(layers, caches, strict=True)):
+    for i, (layer, places, cache) in enumerate(zip(layers, extents.places, caches, strict=True)):
         if len(layer.parts) != 2:
             raise Invalid(f"layer {layer.index} has {len(layer.parts)} parts, not K and V")
-        for j, (part, plane) in enumerate(zip(layer.parts, cache, strict=True)):
-            _check(part, plane, group.tokens)
+        for j, (place, plane) in enumerate(zip(places, cache, strict=True)):
+            part = place.part
+            _check(part, plane)
             key = (part.width, part.dtype, part.granularity, part.scale_dtype, *_strides(plane))
             parts.setdefault(key, part)
-            last = extents.scales[i][j] + group.scale_bytes(part)
-            size = 1 if part.granularity != "none" else 2
-            scale_at = extents.scales[i][j]
-            if part.granularity != "none" and scale_at % SCALE_BYTES[part.scale_dtype]:
+            last, scale_size = place.scales + place.scale_bytes, SCALE_BYTES[part.scale_dtype]
+            if not part.native and place.scales % scale_size:
                 raise Invalid(
-                    f"scales of {part.name} in layer {layer.index} start at byte {scale_at}, not on a multiple of "
+                    f"scales of {part.name} in layer {layer.index} start at byte {place.scales}, not on a multiple of "
                     "their size"
                 )
             row = [
-                extents.data[i][j] // size,
-                scale_at // SCALE_BYTES[part.scale_dtype],
+                place.data // ITEM_BYTES[part.dtype],
+                place.scales // scale_size,
                 last,
                 (pad(last) - last) * (j == 1),
                 i * 2 + j,
@@ -211,7 +209,7 @@ def _offsets(plane: Plane, first: Plane) -> list[int]:
     return distances
 
 
-def _check(part: LayoutPart, plane: Plane, tokens: int) -> None:
+def _check(part: LayoutPart, plane: Plane) -> None:
     if part.width != plane.width or part.width % 16:
         raise Invalid(
             f"{part.name} has width {part.width} in the layout and {plane.width} in the cache; both must be one "

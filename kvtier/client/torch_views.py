@@ -3,21 +3,20 @@ formats. Nothing is copied.
 
 A view of a leased block is valid until its lease ends and must not be written: the mapping may be read-only, and then
 the process dies of it. One of a reserved slot is valid until it is sealed. Any thread may call. This file and
-`kvtier.workbench` alone import torch.
+`kvtier.quality` alone import torch.
 """
 
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from kvtier.errors import Invalid
-from kvtier.format.layout import ITEM_BYTES, SCALE_BYTES, Extents
-from kvtier.format.views import check_body, part_of
+from kvtier.format.layout import SCALE_BYTES, Extents
+from kvtier.format.views import check_body
 
 DTYPES = {
     "e4m3fn": torch.float8_e4m3fn,
@@ -49,10 +48,10 @@ def part_tensor(body: NDArray[np.uint8] | torch.Tensor, extents: Extents, layer:
 
     `layer` counts within the range. Raises Invalid for a body of another size.
     """
-    spec = part_of(extents, layer, part)
-    row = spec.width * ITEM_BYTES[spec.dtype]
-    tokens = 1 if extents.group.kind == "opaque" else extents.group.tokens
-    return _view(body, extents, (tokens, row), (row, 1), extents.data[layer][part], DTYPES[spec.dtype])
+    place = extents.place(layer, part)
+    return (
+        run_view(body, extents, place.data, place.data_bytes).view(DTYPES[place.part.dtype]).unflatten(1, place.shape)
+    )
 
 
 def scale_tensor(body: NDArray[np.uint8] | torch.Tensor, extents: Extents, layer: int, part: int) -> torch.Tensor:
@@ -62,25 +61,18 @@ def scale_tensor(body: NDArray[np.uint8] | torch.Tensor, extents: Extents, layer
     `layer` counts within the range. Raises Invalid for a body of another size, and where 4-byte scales do not stand on
     a multiple of 4 (they follow an odd number of 2-byte ones): torch cannot view these.
     """
-    spec = part_of(extents, layer, part)
-    start, size = extents.scales[layer][part], SCALE_BYTES[spec.scale_dtype]
+    place = extents.place(layer, part)
+    start, size, dtype = place.scales, SCALE_BYTES[place.part.scale_dtype], DTYPES[place.part.scale_dtype]
     if start % size:
         raise Invalid(
-            f"scales of {spec.name} start at byte {start}: torch needs a multiple of {size}. "
+            f"scales of {place.part.name} start at byte {start}: torch needs a multiple of {size}. "
             "kvtier.format.views.scale_view reads them"
         )
-    return _view(body, extents, (extents.group.scale_bytes(spec),), (1,), start, DTYPES[spec.scale_dtype])
+    return run_view(body, extents, start, place.scale_bytes).view(dtype)
 
 
-def _view(
-    body: NDArray[np.uint8] | torch.Tensor,
-    extents: Extents,
-    inner: tuple[int, ...],
-    strides: tuple[int, ...],
-    start: int,
-    dtype: Any,
-) -> torch.Tensor:
-    """`inner`, `strides` and `start` count bytes."""
+def run_view(body: NDArray[np.uint8] | torch.Tensor, extents: Extents, start: int, nbytes: int) -> torch.Tensor:
+    """uint8 [heads, nbytes]: these bytes of every head's run. Raises Invalid for a body of another size."""
     if not isinstance(body, torch.Tensor):
         body = body_tensor(body, extents)
     elif body.dtype != torch.uint8 or tuple(body.shape) != (extents.body_bytes,) or not body.is_contiguous():
@@ -88,6 +80,5 @@ def _view(
             f"the body of this range is a contiguous run of {extents.body_bytes} uint8, not {body.dtype} of shape "
             f"{tuple(body.shape)}"
         )
-    heads = extents.heads[1] - extents.heads[0]
     # as_strided counts from the start of the storage, not of the tensor.
-    return body.as_strided((heads, *inner), (extents.head_stride, *strides), body.storage_offset() + start).view(dtype)
+    return body.as_strided((extents.head_count, nbytes), (extents.head_stride, 1), body.storage_offset() + start)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvtier.errors import Invalid
 
@@ -167,14 +167,13 @@ class Group:
 
     def scale_count(self, part: Part) -> int:
         """Scales of one part, for one head and layer."""
-        return {
-            "none": 0,
-            "tensor": 1,
-            "head": 1,
-            "block-head": self.engine_blocks,
-            "token-head": self.tokens,
-            "channel": self.engine_blocks * part.width,
-        }[part.granularity]
+        if part.granularity == "none":
+            return 0
+        if part.granularity in STATIC:
+            return 1
+        if part.granularity == "token-head":
+            return self.tokens
+        return self.engine_blocks * (part.width if part.granularity == "channel" else 1)
 
     def scale_bytes(self, part: Part) -> int:
         return self.scale_count(part) * SCALE_BYTES[part.scale_dtype]
@@ -191,6 +190,32 @@ class Range:
     group: int = 0
     layers: tuple[int, int | None] = (0, None)
     heads: tuple[int, int | None] = (0, None)
+
+
+class Place(NamedTuple):
+    """Where one part of one layer stands in every head's run. Offsets are bytes from the start of the run.
+
+    part          what stands there
+    data          start of the elements
+    shape         of the elements: (tokens, width), in an opaque group (1, bytes)
+    scales        start of the scales
+    scale_count   how many there are, 0 for a native part
+    """
+
+    part: Part
+    data: int
+    shape: tuple[int, int]
+    scales: int
+    scale_count: int
+
+    @property
+    def data_bytes(self) -> int:
+        """Of the elements, without the padding behind them."""
+        return self.shape[0] * self.shape[1] * ITEM_BYTES[self.part.dtype]
+
+    @property
+    def scale_bytes(self) -> int:
+        return self.scale_count * SCALE_BYTES[self.part.scale_dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,9 +235,42 @@ class Extents:
     scales: tuple[tuple[int, ...], ...]
     data: tuple[tuple[int, ...], ...]
 
+    def place(self, layer: int, part: int) -> Place:
+        """Where a part stands; `layer` counts within the range. Raises Invalid outside it. Whoever reads, writes or
+        copies a body goes by this."""
+        group, (low, high) = self.group, self.layers
+        if not 0 <= layer < high - low:
+            raise Invalid(f"layer {layer} is not in [0, {high - low}), the layers of this range")
+        within = group.layers[low + layer]
+        if not 0 <= part < len(within.parts):
+            raise Invalid(f"part {part} is not in [0, {len(within.parts)}), the parts of layer {within.index}")
+        found = within.parts[part]
+        shape = (1 if group.kind == "opaque" else group.tokens, found.width)
+        return Place(found, self.data[layer][part], shape, self.scales[layer][part], group.scale_count(found))
+
+    @property
+    def places(self) -> list[list[Place]]:
+        """`place` of everything: [layer of the range][part]."""
+        return [[self.place(i, j) for j in range(len(starts))] for i, starts in enumerate(self.data)]
+
+    @property
+    def range_layers(self) -> tuple[Layer, ...]:
+        """The group's layers that this range covers."""
+        return self.group.layers[self.layers[0] : self.layers[1]]
+
+    @property
+    def head_count(self) -> int:
+        return self.heads[1] - self.heads[0]
+
+    @property
+    def padded(self) -> bool:
+        """Whether a body has bytes that belong to no part; they must be zero, as equal KV makes equal bytes."""
+        used = sum(place.data_bytes + place.scale_bytes for places in self.places for place in places)
+        return used != self.head_stride
+
     @property
     def body_bytes(self) -> int:
-        return self.head_stride * (self.heads[1] - self.heads[0])
+        return self.head_stride * self.head_count
 
     @property
     def block_bytes(self) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.errors import Invalid
-from kvtier.format.layout import Extents, Part
+from kvtier.format.layout import Extents
 
 _BITS = {
     "e4m3fn": np.uint8,
@@ -27,19 +27,6 @@ _BITS = {
 }
 
 
-def part_of(extents: Extents, layer: int, part: int) -> Part:
-    """The layout's part behind these indices; `layer` counts within the range of `extents`. Raises Invalid outside
-    it."""
-    layers = extents.group.layers[extents.layers[0] : extents.layers[1]]
-    if not 0 <= layer < len(layers):
-        raise Invalid(f"layer {layer} is not in [0, {len(layers)}), the layers of this range")
-    if not 0 <= part < len(layers[layer].parts):
-        raise Invalid(
-            f"part {part} is not in [0, {len(layers[layer].parts)}), the parts of layer {layers[layer].index}"
-        )
-    return layers[layer].parts[part]
-
-
 def part_view(body: NDArray[np.uint8], extents: Extents, layer: int, part: int) -> NDArray[Any]:
     """Elements of one part, [heads, tokens, width]; of an opaque group its bytes, [1, 1, bytes]. `layer` counts within
     the range.
@@ -47,10 +34,8 @@ def part_view(body: NDArray[np.uint8], extents: Extents, layer: int, part: int) 
     dtype: uint8 for FP8 codes and opaque bytes, uint16 for bf16 and fp16 bits, float32 for fp32. Raises Invalid for a
     body of another size.
     """
-    spec = part_of(extents, layer, part)
-    tokens = 1 if extents.group.kind == "opaque" else extents.group.tokens
-    dtype = np.dtype(_BITS[spec.dtype])
-    return _view(body, extents, (tokens, spec.width), dtype, extents.data[layer][part])
+    place = extents.place(layer, part)
+    return _view(body, extents, place.shape, np.dtype(_BITS[place.part.dtype]), place.data)
 
 
 def scale_view(body: NDArray[np.uint8], extents: Extents, layer: int, part: int) -> NDArray[Any]:
@@ -59,22 +44,17 @@ def scale_view(body: NDArray[np.uint8], extents: Extents, layer: int, part: int)
 
     dtype: float32, uint16 for the bits of 2-byte scales. Raises Invalid for a body of another size.
     """
-    spec = part_of(extents, layer, part)
-    dtype = np.dtype(_BITS[spec.scale_dtype])
-    return _view(body, extents, (extents.group.scale_count(spec),), dtype, extents.scales[layer][part])
+    place = extents.place(layer, part)
+    return _view(body, extents, (place.scale_count,), np.dtype(_BITS[place.part.scale_dtype]), place.scales)
 
 
 def _view(
     body: NDArray[np.uint8], extents: Extents, inner: tuple[int, ...], dtype: np.dtype[Any], start: int
 ) -> NDArray[Any]:
     check_body(body, extents)
-    heads = extents.heads[1] - extents.heads[0]
-    strides = (
-        (extents.head_stride, dtype.itemsize)
-        if len(inner) == 1
-        else (extents.head_stride, inner[1] * dtype.itemsize, dtype.itemsize)
-    )
-    return np.ndarray((heads, *inner), dtype, body, start, strides)
+    size = dtype.itemsize
+    strides = (size,) if len(inner) == 1 else (inner[1] * size, size)
+    return np.ndarray((extents.head_count, *inner), dtype, body, start, (extents.head_stride, *strides))
 
 
 def check_body(body: NDArray[np.uint8], extents: Extents) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from kvtier.client.answers import Body
-from kvtier.client.torch_views import body_tensor
+from kvtier.client.torch_views import body_tensor, run_view
 from kvtier.errors import Invalid
 from kvtier.format.identity import f32_hex
 from kvtier.format.layout import Extents, Part
@@ -47,17 +47,15 @@ class GroupCaches:
 
     def bind(self, extents: Extents) -> None:
         """The place of each part in a block, once the namespace is known. Raises Invalid unless it is made for these caches."""
-        heads, used = extents.heads[1] - extents.heads[0], 0
-        theirs = extents.group.layers[extents.layers[0] : extents.layers[1]]
-        for (name, parts), layer in zip(self.layers, theirs, strict=True):
-            for part, placed in zip(parts, layer.parts, strict=True):
+        for (name, parts), places in zip(self.layers, extents.places, strict=True):
+            for part, place in zip(parts, places, strict=True):
                 cell = part.cells[0].numel() * self.ratio * extents.group.engine_blocks
-                if extents.group.data_bytes(placed) * heads != cell:
+                if place.data_bytes * extents.head_count != cell:
                     raise Invalid(
-                        f"layer {name}: {cell} bytes of {part.part.name} do not fit {extents.group.data_bytes(placed)} for each of {heads} heads"
+                        f"layer {name}: {cell} bytes of {part.part.name} do not fit {place.data_bytes} for each of "
+                        f"{extents.head_count} heads"
                     )
-                used += cell + extents.group.scale_bytes(placed) * heads
-        self.extents, self.gaps = extents, used != extents.body_bytes
+        self.extents, self.gaps = extents, extents.padded
 
     def write(self, ready: Any, blocks: Sequence[int], slot: Body) -> torch.Tensor:
         """`Cache.write`. On a GPU the block is put together in a buffer there, so that one run of bytes crosses the link."""
@@ -66,15 +64,11 @@ class GroupCaches:
                 body.zero_()
             for target, cell in _pairs(self, blocks, body):
                 _copy(target, cell)
-            for layer, (_, parts) in enumerate(self.layers):
-                for number, part in enumerate(parts):
+            for (_, parts), places in zip(self.layers, self.extents.places, strict=True):
+                for part, place in zip(parts, places, strict=True):
                     if part.scales:
-                        values = (
-                            torch.tensor(part.scales, dtype=torch.float32, device=body.device)
-                            .view(torch.uint8)
-                            .view(-1, 4)
-                        )
-                        _region(self.extents, body, self.extents.scales[layer][number], 4).copy_(values)
+                        values = torch.tensor(part.scales, dtype=torch.float32, device=body.device)
+                        run_view(body, self.extents, place.scales, 4).copy_(values.view(torch.uint8).view(-1, 4))
             if body.device.type != "cpu":
                 body_tensor(slot, self.extents).copy_(body)
         return body
@@ -89,14 +83,12 @@ class GroupCaches:
     def look(self, written: torch.Tensor) -> tuple[int, str]:
         """`Cache.look`: FP8 codes at the top of their range are counted as clipped."""
         clipped = 0
-        for layer, (name, parts) in enumerate(self.layers):
-            for number, part in enumerate(parts):
+        for (name, parts), places in zip(self.layers, self.extents.places, strict=True):
+            for part, place in zip(parts, places, strict=True):
                 dtype = part.part.dtype
                 if dtype not in _EXPONENT and dtype not in _NOT_FINITE:
                     continue
-                cells = _region(
-                    self.extents, written, self.extents.data[layer][number], self.extents.group.data_bytes(part.part)
-                )
+                cells = run_view(written, self.extents, place.data, place.data_bytes)
                 if dtype in _EXPONENT:
                     bad = (cells.view(torch.int16) & _EXPONENT[dtype]).eq(_EXPONENT[dtype])
                 else:
@@ -153,25 +145,18 @@ def _pairs(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """(place in the body, kernel block in the engine's cache) of every part and wanted engine block: uint8 of equal shape."""
     extents, ratio = group.extents, group.ratio
-    for layer, (_, parts) in enumerate(group.layers):
-        for number, part in enumerate(parts):
+    for (_, parts), places in zip(group.layers, extents.places, strict=True):
+        for part, place in zip(parts, places, strict=True):
             heads, tokens, nbytes = part.cells.shape[1:]
             row, step = (
                 (tokens * nbytes, heads * tokens * nbytes)
                 if extents.group.kind == "opaque"
                 else (extents.head_stride, tokens * nbytes)
             )
-            start = body.storage_offset() + extents.data[layer][number]
+            start = body.storage_offset() + place.data
             for position, block in enumerate(blocks):
                 for kernel in range(ratio) if block else ():
-                    place = body.as_strided(
+                    target = body.as_strided(
                         (heads, tokens, nbytes), (row, nbytes, 1), start + (position * ratio + kernel) * step
                     )
-                    yield place, part.cells[block * ratio + kernel]
-
-
-def _region(extents: Extents, body: torch.Tensor, start: int, nbytes: int) -> torch.Tensor:
-    """[heads, nbytes] of a body."""
-    return body.as_strided(
-        (extents.heads[1] - extents.heads[0], nbytes), (extents.head_stride, 1), body.storage_offset() + start
-    )
+                    yield target, part.cells[block * ratio + kernel]

@@ -52,19 +52,15 @@ class QuantizedCaches(GroupCaches):
 
     def bind(self, extents: Extents) -> None:
         """`GroupCaches.bind`."""
-        heads, used = extents.heads[1] - extents.heads[0], 0
-        group = extents.group
-        for (name, _), cache, layer in zip(
-            self.layers, self.paged, group.layers[extents.layers[0] : extents.layers[1]], strict=True
-        ):
-            for plane, placed in zip(cache, layer.parts, strict=True):
+        heads, group = extents.head_count, extents.group
+        for (name, _), cache, places in zip(self.layers, self.paged, extents.places, strict=True):
+            for plane, placed in zip(cache, (place.part for place in places), strict=True):
                 there = (plane.any.shape[1], plane.any.shape[2] * self.ratio * group.engine_blocks, plane.width, KIND)
                 if there != (heads, group.tokens, placed.width, placed.granularity):
                     raise Invalid(
                         f"layer {name}: a cache of {there} does not fit blocks of {(heads, group.tokens, placed.width, placed.granularity)}"
                     )
-                used += (group.data_bytes(placed) + group.scale_bytes(placed)) * heads
-        self.extents, self.gaps = extents, used != extents.body_bytes
+        self.extents, self.gaps = extents, extents.padded
 
     def pages_of(self, block: int) -> range:
         """The kernel's pages of an engine block."""

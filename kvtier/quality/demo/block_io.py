@@ -35,7 +35,7 @@ def write_block(
     group, heads = extents.group, slice(*extents.heads)
     counts = {}
     whole.zero_()  # the padding between parts is content too: equal KV makes equal bytes
-    layers = group.layers[extents.layers[0] : extents.layers[1]]
+    layers = extents.range_layers
     if len(content) != len(layers):
         raise Invalid(f"this range has {len(layers)} layers, not {len(content)}")
     for i, (layer, parts) in enumerate(zip(layers, content, strict=True)):
@@ -67,7 +67,7 @@ def read_tiles(body: NDArray[np.uint8], extents: Extents, start: int) -> list[Ti
     token."""
     whole = body_tensor(body, extents)
     tiles = []
-    for i, layer in enumerate(extents.group.layers[extents.layers[0] : extents.layers[1]]):
+    for i, layer in enumerate(extents.range_layers):
         if [part.name for part in layer.parts] != ["k", "v"]:
             raise Invalid(f"layer {layer.index} has the parts {[part.name for part in layer.parts]}, not k and v")
         k, v = layer.parts
