@@ -16,12 +16,11 @@ pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.torch
 
-from tests.quality.test_quality import make, model, text  # noqa: E402
-
 from kvtier.cli.app import app, load_commands  # noqa: E402
 from kvtier.errors import Invalid  # noqa: E402
 from kvtier.format import artifact  # noqa: E402
 from kvtier.quality import evaluate  # noqa: E402
+from tests.quality.small_model import make, model, text  # noqa: E402
 
 load_commands()
 
