@@ -30,7 +30,9 @@ _TEXTS: dict[int, str] = {
 
 
 class Ending(NamedTuple):
-    """Why an answer is not larger: a stop of a daemon that answered, or the code of the error that cut it short (`kvtier.errors`)."""
+    """Why an answer is not larger: a stop of a daemon that answered, or the code of the error that cut it short
+    (`kvtier.errors`).
+    """
 
     stop: int = Stop.END
     error: int = 0

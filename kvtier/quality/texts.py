@@ -38,8 +38,9 @@ class Sample:
 
 
 def calibration_text() -> str:
-    """What scales are calibrated on. Topics quote each other at length: paragraphs that `evaluation_text` has, too, are left
-    out."""
+    """What scales are calibrated on. Topics quote each other at length: paragraphs that `evaluation_text` has, too, are
+    left out.
+    """
     seen = {_words(paragraph) for paragraph in _paragraphs(_EVALUATION)}
     return "\n\n".join(paragraph for paragraph in _paragraphs(_CALIBRATION) if _words(paragraph) not in seen)
 

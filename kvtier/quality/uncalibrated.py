@@ -1,6 +1,7 @@
 """An artifact of scale 1.0 everywhere, without any calibration, for who asks for it. Needs no torch.
 
-An artifact made here says so in its rule, and whatever shows it says so again: `Artifact.uncalibrated`. A pure function.
+An artifact made here says so in its rule, and whatever shows it says so again: `Artifact.uncalibrated`. A pure
+function.
 """
 
 from __future__ import annotations

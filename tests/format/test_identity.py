@@ -282,7 +282,8 @@ def test_digests_and_keys_are_these_bytes() -> None:
     text = (
         '{"artifact":null,"backend":"plain","encoding":{"codec":0,"rule":"none"},"format":1,'
         '"hash":{"algorithm":"x","block_tokens":16,"bytes":32,"lookahead":0,"seed":"0"},'
-        f'"layout":{{"groups":[{group}]}},"model":"org/model","packing":null,"physical":"plain","revision":"{R1}","rope":{{}},"scales":{{}}}}'
+        f'"layout":{{"groups":[{group}]}},"model":"org/model","packing":null,"physical":"plain","revision":"{R1}",'
+        '"rope":{},"scales":{}}'
     )
     assert description.canonical.decode() == text
     assert description.digest == blake2b(text.encode(), digest_size=32, person=b"kvtier.desc.1").digest()

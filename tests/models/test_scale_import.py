@@ -1,8 +1,9 @@
-"""Scales of a checkpoint: every name, shape and format that is understood, every bad value refused by name, nothing half
-done.
+"""Scales of a checkpoint: every name, shape and format that is understood, every bad value refused by name, nothing
+half done.
 
 Checkpoints really written by llm-compressor are in tests/llmcompressor; what they hold is repeated here from
-`tests/data`."""
+`tests/data`.
+"""
 
 from __future__ import annotations
 
