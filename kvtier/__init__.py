@@ -1,6 +1,8 @@
-"""kvtier: a tiered store for the KV cache of language models. A get returns exactly what was put under exactly that key, or nothing.
+"""kvtier: a tiered store for the KV cache of language models. A get returns exactly what was put under exactly that
+key, or nothing.
 
-Start with `kvtier.format.layout` (sizes and offsets) and `kvtier.format.identity` (what makes two blocks interchangeable). `kvtier.Client` is the way in.
+Start with `kvtier.format.layout` (sizes and offsets) and `kvtier.format.identity` (what makes two blocks
+interchangeable). `kvtier.Client` is the way in.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,8 @@
 """What can go wrong, named by what the caller can do about it. A closed list with one table to wire codes and back.
 
 retry later    Full (the service is out of room), Unavailable (nobody answers), Deadline (no answer in time)
-fix the call   Invalid (malformed or over a limit), Denied (not allowed; Unauthenticated: not known), NotFound (a name nobody knows)
+fix the call   Invalid (malformed or over a limit), Denied (not allowed; Unauthenticated: not known), NotFound (a name
+               nobody knows)
 attach again   Stale (a handle, id or mapping from before a restart of the daemon)
 treat as lost  Lost (the bytes are gone or failed their check; the caller sees a miss)
 
@@ -30,7 +31,9 @@ class Denied(KvtierError):
 
 
 class Unauthenticated(Denied):
-    """The two ends do not know each other: a missing or wrong token, a certificate that is refused. The message says which."""
+    """The two ends do not know each other: a missing or wrong token, a certificate that is refused. The message says
+    which.
+    """
 
     code = 10
 
