@@ -57,7 +57,7 @@ test: test-core test-torch ## all tests: the core without torch, then what needs
 
 test-core: $(CORE)
 	@tests/support/redis.sh
-	@$(PY) -m pytest -n 2 --dist loadfile -m "not torch and not gpu and not slow and not long and not alone" $(ARGS)
+	@$(PY) -m pytest -n 4 --dist loadfile -m "not torch and not gpu and not slow and not long and not alone" $(ARGS)
 	@$(PY) -m pytest -m "alone and not slow and not long" $(ARGS)
 
 test-torch: $(TORCH)
@@ -65,7 +65,7 @@ test-torch: $(TORCH)
 
 test-long: $(CORE) $(TORCH) ## what takes too long for `make test`, the slow rounds left out
 	@tests/support/redis.sh
-	@$(PY) -m pytest -n 2 --dist loadfile -m "long and not torch and not gpu and not slow and not alone" $(ARGS)
+	@$(PY) -m pytest -n 4 --dist loadfile -m "long and not torch and not gpu and not slow and not alone" $(ARGS)
 	@$(PY) -m pytest -m "long and alone and not slow" $(ARGS) || [ $$? = 5 ]
 	@$(PYT) -m pytest -m "long and torch and not gpu and not slow" $(ARGS)
 

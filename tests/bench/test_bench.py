@@ -85,6 +85,7 @@ QUICK = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("module", "case"), QUICK)
 def test_quick_run(module: str, case: str | None, tmp_path: Path) -> None:
     out = tmp_path / "deep" / "rows.json"

@@ -161,6 +161,7 @@ def test_a_worker_answers_whatever_its_libraries_print() -> None:
     assert process.poll() is not None
 
 
+@pytest.mark.long
 def test_a_worker_that_is_late_or_gone_is_an_error_that_shows_what_it_said() -> None:
     with Worker(["-c", PROGRAM], deadline=PATIENCE) as worker:
         worker.tell("sleep")

@@ -84,6 +84,7 @@ def test_until_it_has_learned_kvtier_is_lru(requests: list[list[int]], capacity:
     assert len({block for block in range(13) if ours.has(block)}) == len(held)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["conversation", "agents", "one_shot"])
 def test_no_policy_is_above_belady_and_ours_is_near_the_best(name: str) -> None:
     requests = load(DATA / f"{name}.npz")

@@ -152,6 +152,7 @@ def held(pid: int | str) -> set[int]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)  # half a minute, but fifty starts on a machine that does ten other things take their time
 def test_fifty_deaths_leave_nothing_behind() -> None:
     """kill -9 and start, with a client attached that puts and gets in each life.

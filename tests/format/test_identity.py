@@ -313,6 +313,7 @@ def test_chained_hashes_are_these_bytes_and_skip_the_tail() -> None:
             chain_hashes(tokens, size)
 
 
+@pytest.mark.long
 @given(st.lists(st.tuples(st.binary(max_size=40), st.text(max_size=10)), min_size=2, max_size=8, unique=True))
 def test_contexts_differ_unless_they_are_equal(pairs: list[tuple[bytes, str]]) -> None:
     contexts = {request_context(adapter, salt) for adapter, salt in pairs}
@@ -680,6 +681,7 @@ def interpreters() -> list[str]:
     return found
 
 
+@pytest.mark.long
 def test_kvb_10_every_process_derives_the_same_keys() -> None:
     """50 fresh interpreters, hash seeds unset, 0, 1 and random. Values that Python holds to be equal are refused or
     kept apart."""

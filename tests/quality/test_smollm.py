@@ -56,6 +56,7 @@ def found(loaded: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> tupl
     return made, Path(files[0]).read_text("utf-8")
 
 
+@pytest.mark.long
 def test_the_twin_tells_scale_one_from_calibrated_scales(found: tuple[Evaluation, str]) -> None:
     one, head = found[0].cells[0].results
     kl = [result.over(result.kl) for result in (one, head)]
@@ -75,6 +76,7 @@ def test_the_report_says_which_is_bad_without_being_told(found: tuple[Evaluation
     assert "4-bit weights, decoded to f32; not the original bf16 weights" in said
 
 
+@pytest.mark.long
 def test_the_natural_model_and_its_twin_are_one_function(loaded: LoadedModel) -> None:
     tokens = torch.tensor(loaded.encode(texts.evaluation_text())[:48])
     natural = loaded.logits(tokens, loaded.empty_cache())
@@ -83,6 +85,7 @@ def test_the_natural_model_and_its_twin_are_one_function(loaded: LoadedModel) ->
     assert torch.allclose(natural, twins, atol=1e-2)
 
 
+@pytest.mark.long
 def test_scales_of_512_tokens_used_at_2048_are_warned_of(loaded: LoadedModel) -> None:
     pieces = [Sample("manual", tuple(loaded.encode(texts.calibration_text())[:512]))]
     made = calibrate.export(loaded, calibrate.observe(loaded, pieces), pieces)

@@ -472,6 +472,7 @@ def test_the_pings_of_our_client_agree_with_the_door() -> None:
         assert server["grpc.max_receive_message_length"] >= client["grpc.max_send_message_length"] > CHUNK
 
 
+@pytest.mark.long
 def test_an_idle_connection_is_pinged_and_stays(tmp_path: Path) -> None:
     """KVB-11 b, live, with pings each second (gRPC's client sends none more often): idle while five are sent, then a get.
 

@@ -143,6 +143,7 @@ def test_what_is_no_request_is_refused(daemon: Watched) -> None:
     assert fetch(daemon.port, "/live")[0] == 200
 
 
+@pytest.mark.long
 def test_half_open_connections_do_not_stop_the_pages_for_long() -> None:
     """More silent connections than there are places: each is cut after a while, and beyond the places they are closed at once."""
     with endpoint({"/live": (False, lambda: Page(200, b"live\n"))}) as port:

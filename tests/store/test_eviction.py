@@ -218,6 +218,7 @@ def requests() -> Requests:
     return [blocks[: CAPACITY // 8] for blocks in load(DATA / "conversation.npz")[:4000]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("batch", [256, 32])
 def test_a_store_hits_as_often_as_the_replay_says(requests: Requests, batch: int) -> None:
     ours, lru = hit_ratio(requests, Kvtier(CAPACITY)), hit_ratio(requests, Lru(CAPACITY))

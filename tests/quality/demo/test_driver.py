@@ -131,6 +131,7 @@ def test_a_short_run_of_the_main_job(tmp_path: Path) -> None:
         assert shown in done.stdout
 
 
+@pytest.mark.long
 @needs_torch
 @needs_model
 @pytest.mark.timeout(300)

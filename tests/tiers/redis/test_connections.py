@@ -138,6 +138,7 @@ def test_kvb_17a_a_replica_without_a_primary_is_said_to_be_one(yard: Yard) -> No
         works_again(tier, yard)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(180)
 def test_kvb_17a_sentinels_promote_the_replica(yard: Yard) -> None:
     with Server() as first, Server() as second:
@@ -159,6 +160,7 @@ def test_kvb_17a_sentinels_promote_the_replica(yard: Yard) -> None:
 # --- KVB-17 b: a cluster
 
 
+@pytest.mark.long
 @pytest.mark.timeout(180)
 def test_kvb_17b_a_slot_that_moves_during_a_batch_loses_nothing(yard: Yard) -> None:
     with (
@@ -206,6 +208,7 @@ def _serves(server: Server, slot: int) -> bool:
     )
 
 
+@pytest.mark.long
 @pytest.mark.timeout(180)
 def test_a_cluster_whose_node_is_lost_and_comes_back(yard: Yard) -> None:
     with cluster() as servers, opened(f"redis://127.0.0.1:{servers[0].port}", cluster=True) as tier:
@@ -226,6 +229,7 @@ def test_a_server_that_is_no_cluster_is_named(yard: Yard) -> None:
         Redis(make(server.tcp, {"cluster": True}))
 
 
+@pytest.mark.long
 def test_one_node_of_a_cluster_taken_for_a_single_server_is_named(yard: Yard) -> None:
     with cluster() as servers, pytest.raises(Invalid, match="cluster = true"):
         Redis(make(servers[0].tcp))

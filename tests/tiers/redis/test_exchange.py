@@ -23,6 +23,7 @@ pytestmark = needs_redis
 KiB = 1024
 
 
+@pytest.mark.long
 def test_calls_through_a_proxy_that_delays_and_cuts_are_whole_or_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(breaker, "PAUSE", (0.01, 0.05))
     chance, yard = random.Random(7), Town().yard(256 * KiB)
@@ -60,6 +61,7 @@ class Cancelled(BaseException):
     """Whoever waited for the call has gone."""
 
 
+@pytest.mark.long
 def test_a_thousand_cancelled_calls_and_no_answer_reaches_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls are broken off anywhere between the question and the answer's last byte, in 8 threads that share the connections of 6."""
     yard, cancelled = Town().yard(20 * KiB), [0]
@@ -114,6 +116,7 @@ def test_a_thousand_cancelled_calls_and_no_answer_reaches_another(monkeypatch: p
         assert yard.whole(tier, range(32)) == list(range(32))
 
 
+@pytest.mark.long
 def test_calls_that_run_out_of_time_and_no_answer_reaches_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """The proxy holds answers back for about as long as calls wait."""
     monkeypatch.setattr(breaker, "AFTER", 1 << 30)

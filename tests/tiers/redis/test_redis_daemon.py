@@ -126,6 +126,7 @@ def test_other_tenants_and_other_prefixes_are_other_blocks(server: Server) -> No
 # --- KVB-09
 
 
+@pytest.mark.long
 def test_kvb_09_contexts_are_apart_in_redis_too_and_no_salt_reaches_it(server: Server) -> None:
     salt = "tenant-one-secret-salt"
     contexts = [

@@ -117,6 +117,7 @@ def crashes(ops: list[Op], step: int) -> list[int]:
     return sorted(i for i in chosen if i == len(ops) or ops[i - 1].kind != "event" or i % step == 0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sync", [False, True], ids=["", "sync"])
 @pytest.mark.parametrize("power", [False, True], ids=["killed", "power cut"])
 def test_a_crash_leaves_each_block_whole_or_absent(

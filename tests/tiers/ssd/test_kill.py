@@ -134,6 +134,7 @@ main()
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize(
     ("name", "nth"), [("write", 5), ("append", 8), ("rename", 1), ("sync", 2), ("unlink", 3), ("allocate", 2)]
