@@ -144,8 +144,7 @@ class LookupQueue:
 
     def __init__(self, client: Client, shape: GroupShape) -> None:
         self._client, self._shape = client, shape
-        # With one part and no window a lease is the answer: what it lacks decides nothing else. That spares a call,
-        # which the scheduler waits for.
+        # With one part and no window a lease is the answer, which spares the scheduler from waiting for another call.
         self._direct = shape.windows == (None,) and len(shape.parts[0]) == 1
         self._cold: deque[tuple[float, RequestLookup]] = deque()  # to be asked again, and when
         self._dropped: deque[RequestLookup] = deque()
@@ -263,8 +262,7 @@ class LookupQueue:
         return end
 
     def _hold(self, lookup: RequestLookup, end: int) -> tuple[int, bool]:
-        """Leases what a prefix of `end` tokens needs: (the token up to which it is, whether only cold blocks
-        hinder)."""
+        """Leases what a prefix of `end` tokens needs: (the token up to which it is, whether cold blocks hinder)."""
         shape = self._shape
         cold = False
         for group, parts in enumerate(shape.parts):

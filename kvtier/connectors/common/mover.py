@@ -3,7 +3,7 @@
 Each block's copy is one act under a lock. Whoever takes an engine block away (a fence, a deadline, a cancelled request)
 does so under that lock: a copy that has begun ends first, one that has not never begins. So no copy reads a block that
 has a new owner, and none writes into a block that was reported as failed. `load`, `finished`, `fence` and `save` are
-called by the engine's thread; the rest of the world may call `drain` and `close`.
+called by the engine's thread; `drain` and `close` by any.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Called from the adapter's own threads, any number at once; every call to the daemon has a deadline and every method one
 of its own, after which it touches no buffer any more. Failures cost objects, never an exception: what is not there, not
-whole or not in time is left out. What lookups hold is at most an eighth of the arena, half of a session's share, so
-that moving is never starved.
+whole or not in time is left out. What lookups hold is at most an eighth of the arena, half of a session's share: moving
+never starves.
 """
 
 from __future__ import annotations
@@ -116,8 +116,7 @@ class ObjectTransfer:
     def bundles(
         self, keys: Sequence[Any], forms: Sequence[ObjectForm | Space | None], objects: Sequence[Any] | None = None
     ) -> list[Bundle]:
-        """The keys by namespace and context, in order. Left out: what has no namespace, no safe hash or another
-        size."""
+        """The keys by namespace and context, in order. Left out: what lacks a namespace, a safe hash or its size."""
         found: dict[tuple[int, bytes], Bundle] = {}
         for at, (key, form) in enumerate(zip(keys, forms, strict=True)):
             space = self._spaces.find(key.model_name, form) if isinstance(form, ObjectForm) else form

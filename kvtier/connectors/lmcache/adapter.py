@@ -56,7 +56,7 @@ class KvtierL2Adapter(L2AdapterInterface):
         self._inventory, self._holds = Inventory(), Holds()
         self._counting = threading.Lock()
         self._counts: Counter[str] = Counter()
-        self._strangers: set[str] = set()
+        self._undescribed: set[str] = set()
         self._short = False
         self._traffic = ObjectTransfer(config.socket, self._spaces, self._count)
         self._ids = count()
@@ -269,9 +269,9 @@ class KvtierL2Adapter(L2AdapterInterface):
 
     def _meet(self, keys: Sequence[Any]) -> None:
         """Says once of each model that nobody has described it, and once that hashes are of no use."""
-        for model in {key.model_name for key in keys} - self._spaces.bases.keys() - self._strangers:
-            if len(self._strangers) < 64:
-                self._strangers.add(model)
+        for model in {key.model_name for key in keys} - self._spaces.bases.keys() - self._undescribed:
+            if len(self._undescribed) < 64:
+                self._undescribed.add(model)
                 log.warning("kvtier: adapter_params has no namespace for the model %r: nothing of it is stored", model)
         if not self._short and any(len(key.chunk_hash) < MIN_HASH_BYTES for key in keys):
             self._short = True

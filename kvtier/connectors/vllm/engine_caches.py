@@ -30,7 +30,7 @@ from kvtier.errors import Invalid
 from kvtier.format.identity import canonical_json, f32_hex
 from kvtier.format.layout import FP8, Part
 
-# Backends whose page is [heads, tokens, K | V] in plain numbers, by their source (vLLM 0.32, 0.33). MLA: [1, tokens,
+# Backends whose page is [heads, tokens, K | V] in plain numbers, by their source (0.32, 0.33). MLA: [1, tokens,
 # latent].
 PLAIN = frozenset(("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"))
 DUAL = "CUSTOM"  # kvtier's own, whose page is the same; elsewhere a CUSTOM backend is one that nobody knows
@@ -72,6 +72,7 @@ def inspect(
         raise Invalid("context parallelism spreads the tokens of a block over ranks: kvtier does not keep such caches")
     groups: list[GroupCaches | None] = []
     formats: set[str] = set()
+    packings: set[str] = set()
     for number, group in enumerate(kv_config.kv_cache_groups):
         if (
             group.is_eagle_group
@@ -101,14 +102,15 @@ def inspect(
                 )
             made.layers.append((name, parts))
             formats.add(reader.format)
+            if reader.packed:
+                packings.add(reader.format)
         groups.append(made)
-    packings = sorted(f for f in formats if f.startswith(CPU))
     physical = config.cache_config.kv_cache_layout or "LBHNC"
     mode = modes.choose(asked, config, kv_config, groups, modules)
     fields = {
         "physical": physical,
         "backend": "; ".join(sorted(formats)),
-        "packing": "; ".join(packings) or None,
+        "packing": "; ".join(sorted(packings)) or None,
         "mode": mode,
     }
     ours = [name for group in kv_config.kv_cache_groups for name in group.layer_names if modes.active(modules[name])]
@@ -154,7 +156,8 @@ def _quantizing(
 
 
 class _Layer:
-    """Reads one layer. `format` names how its bytes were written: part of the namespace."""
+    """Reads one layer. `format` names how its bytes were written: part of the namespace. `packed`: for a CPU's
+    kernels."""
 
     def __init__(self, name: str, module: Any, spec: Any) -> None:
         self.name, self.module, self.spec = name, module, spec
@@ -165,7 +168,7 @@ class _Layer:
         self.stated = str(getattr(spec, "cache_dtype_str", None) or module.kv_cache_dtype)
         self.dtype = self._dtype()
         self.digest: str | None = None
-        self.saver = True
+        self.saver, self.packed = True, False
 
     def _dtype(self) -> str:
         """Number format of plain caches; "" where the bytes are packed in a way of their own."""
@@ -209,6 +212,7 @@ class _Layer:
             return [self._part("latent", spec.head_size, cache, "k")]
         if self.dtype and self.backend == CPU and self.kind == "attention" and spec.head_size == spec.head_size_v:
             sizes = f"{cache.shape[1]} heads of {spec.head_size}, {spec.block_size} tokens"
+            self.packed = True
             self.format = f"{CPU} {self.module.isa}, {self.dtype}, {sizes}"
             halves = cache.view(cache.shape[0], cache.shape[1], 2 * cache.shape[2], -1).chunk(2, dim=2)
             return [self._part(name, spec.head_size, half, name) for name, half in zip("kv", halves, strict=True)]

@@ -62,8 +62,8 @@ class SchedulerHalf:
         self._hash_tokens = kv_config.hash_block_size or config.cache_config.hash_block_size or self._block_tokens[0]
         self._align = math.lcm(*self._tokens)
         self._windows = [window_of(group.kv_cache_spec) for group in kv_config.kv_cache_groups]
-        # With several groups, or a window whose blocks are of no use without each other, a load is whole or failed,
-        # which only async loads can say.
+        # With several groups, or a window that needs all its blocks, a load is whole or failed: only async loads say
+        # so.
         self._all_or_nothing = len(self._tokens) > 1 or any(self._windows)
         self._sync = settings.load == "sync" and not self._all_or_nothing
         self.manager: Any = None  # the engine's cache manager, once there is one
@@ -151,8 +151,7 @@ class SchedulerHalf:
         return request_context(adapter, request.cache_salt)
 
     def match(self, request: Any, local: int) -> tuple[int | None, bool]:
-        """(tokens to load beyond the first `local`, whether between steps); (None, False): ask later. No side
-        effect."""
+        """(tokens to load beyond the first `local`, whether between steps); (None, False): ask later."""
         asked = self._requests.get(request.request_id)
         if (
             asked is None

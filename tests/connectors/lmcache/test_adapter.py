@@ -387,7 +387,7 @@ def test_locks_leave_room_to_store(model: Path) -> None:
         assert load(made, keys(range(1000, 1100)), buffers(100)) == list(range(100))
 
 
-# Books
+# Inventory
 
 
 def test_listeners_hear_of_what_is_stored_accessed_and_deleted(daemon: Daemon, model: Path) -> None:

@@ -33,7 +33,7 @@ def random(*shape: int, seed: int) -> torch.Tensor:
 
 
 def cache_of(order: str) -> torch.Tensor:
-    """[pages, heads, tokens, K | V] in a physical order, with somebody's FP8 in half of the pages."""
+    """[pages, heads, tokens, K | V] in a physical order, with FP8 in half of the pages."""
     shapes = {
         "LBHNC": (PAGES, KV_HEADS, PAGE, 2 * WIDTH),
         "LBNHC": (PAGES, PAGE, KV_HEADS, 2 * WIDTH),

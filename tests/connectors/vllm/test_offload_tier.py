@@ -421,7 +421,7 @@ def test_the_end_stores_what_waits_and_gives_vllms_pool_back(
         view = stack.manager.primary_tier.get_kv_memoryview()
     with pytest.raises(ValueError, match="released"):
         view.tobytes()
-    assert "Failed to close" not in caplog.text, "somebody still points into the pool"
+    assert "Failed to close" not in caplog.text, "something still points into the pool"
     assert shared.status()["known_blocks"] == 30
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("kvtier-tier-")]
     shared.quiet()

@@ -74,6 +74,7 @@ class Engine:
     copies       ranks whose bytes stand in a chunk
     chunk_blocks blocks of a chunk; chunk_bytes: of a chunk, with vLLM's padding
     hash_tokens  tokens under one hash; seed: what vLLM's hashes start from
+    cpu          whether it computes on a CPU; not in the namespace, which has the platform
     """
 
     model: str
@@ -89,6 +90,7 @@ class Engine:
     chunk_bytes: int
     hash_tokens: int
     seed: str = field(default="", repr=False)
+    cpu: bool = False
 
     @property
     def settings(self) -> dict[str, str | int]:
@@ -146,7 +148,7 @@ def content_hash(key: bytes) -> bytes:
 
 def compare(base: Description, engine: Engine, check: str) -> None:
     """Raises Invalid where the description may not be that of this engine. May read weights' fingerprints."""
-    if engine.platform.startswith("cpu") and base.packing is None:
+    if engine.cpu and base.packing is None:
         raise Invalid(
             "the namespace is that of a GPU engine, but this one computes on a CPU, which packs K by its instruction "
             "set: write it anew with --cpu"

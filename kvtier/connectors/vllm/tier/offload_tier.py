@@ -203,4 +203,5 @@ def engine_of(spec: Any, chunk_bytes: int) -> chunks.Engine:
         chunk_blocks=config.cache.blocks_per_chunk,
         chunk_bytes=chunk_bytes,
         hash_tokens=config.cache.tokens_per_hash,
+        cpu=current_platform.is_cpu(),
     )

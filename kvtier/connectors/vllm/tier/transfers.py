@@ -23,8 +23,7 @@ MAX_JOBS = 1024  # that wait, in each direction; more fail at once
 
 @dataclass(eq=False, slots=True)
 class ChunkLookup:
-    """Whether the chunk of a key is stored. `found`: None until known; the first answer counts. `askers`: its
-    requests."""
+    """Whether the chunk of a key is stored. `found`: None until known. `askers`: its requests."""
 
     key: bytes
     run: tuple[str, bytes]
