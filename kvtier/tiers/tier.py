@@ -17,8 +17,7 @@ from kvtier.store.namespaces import Namespace
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A sealed block on its way down. `slot` is the whole slot, padding included; its first `nbytes` are the block;
-    `checksum` is over these."""
+    """A sealed block on its way down: its whole slot, of which the first `nbytes`, with `checksum`, are the block."""
 
     key: bytes
     namespace: Namespace
@@ -28,8 +27,7 @@ class Outgoing:
 
 
 def find_any(tiers: Sequence[Tier], keys: Sequence[bytes]) -> list[bool]:
-    """For each key whether one of these tiers has it; each is asked only for what those before it do not have. No
-    I/O."""
+    """For each key whether one of these tiers has it; each is asked only for what is still missing. No I/O."""
     found = [False] * len(keys)
     for tier in tiers:
         if missing := [key for key, here in zip(keys, found, strict=True) if not here]:
@@ -55,8 +53,7 @@ class Tier(Protocol):
         No I/O."""
 
     def write(self, blocks: Sequence[Outgoing]) -> list[bool]:
-        """Keeps these blocks, making room by its own rules: for each whether it is here now. Blocks on I/O; a fault of
-        the medium is a False."""
+        """Keeps blocks, evicting by its own rules. For each whether it is here now; no after a fault. Blocks on I/O."""
 
     def read(self, key: bytes, slot: memoryview, nbytes: int) -> int:
         """Reads a block of `nbytes` into `slot` and returns its checksum, verified. Blocks on I/O.

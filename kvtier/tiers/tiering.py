@@ -23,8 +23,7 @@ MAX_WAITING = 6  # calls that wait for promotions at once: half of what the gRPC
 
 
 class Tiering:
-    """Tiers in the order they are asked (the fastest first), each with its write-behind. Attaches itself to the store.
-    `budgets` are by a tier's name."""
+    """Tiers in the order they are asked, each with its write-behind; the store's `lower`. `budgets`: by tier."""
 
     def __init__(self, store: Store, tiers: Sequence[Tier], budgets: Mapping[str, Budget] | None = None) -> None:
         self._store = store
@@ -61,8 +60,7 @@ class Tiering:
                 queue.offer(missing, namespace)
 
     def flush(self, keys: Sequence[bytes], namespace: Namespace, until: float) -> int:
-        """Waits until every tier that works has these blocks; the number of leading ones that all of these have. With
-        none at work: that all have."""
+        """Waits until each working tier (if none: every tier) has these: the leading ones that all of these have."""
         working = [queue for tier, queue in zip(self.tiers, self._write_behinds, strict=True) if not tier.fault()]
         return min(queue.flush(keys, namespace, until) for queue in working or self._write_behinds)
 

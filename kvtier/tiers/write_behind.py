@@ -36,8 +36,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Budget:
-    """Bytes that may be written: per second (with a second's burst) and per day from the first write on. 0: no limit.
-    Not thread-safe."""
+    """Bytes that may be written per second (and a second's burst) and per day; 0: no limit. Not thread-safe."""
 
     per_second: int = 0
     per_day: int = 0
@@ -47,8 +46,7 @@ class Budget:
     _today: int = 0
 
     def wait(self, now: float) -> float:
-        """Seconds until more may be written; 0: now. A batch may then be larger than what is left, and is paid for
-        afterwards."""
+        """Seconds until more may be written. A batch may be larger than what is left, and is paid for afterwards."""
         if self._at is None:
             return 0.0
         if self.per_day and self._today >= self.per_day and (left := self._day_began + _DAY - now) > 0:
@@ -104,8 +102,7 @@ class WriteBehind:
             self._wake.notify_all()
 
     def flush(self, keys: Sequence[bytes], namespace: Namespace, until: float) -> int:
-        """Waits until the tier has these blocks. Returns how many leading ones it has, at `until` (time.monotonic) at
-        the latest."""
+        """Waits for the tier to have these, at most until `until` (time.monotonic): how many leading ones it has."""
         pause, longest = _AGAIN
         while True:
             here = self._tier.find(keys)
@@ -212,8 +209,7 @@ class WriteBehind:
                 self._wake.notify_all()
 
     def _write_part(self, batch: list[Entry]) -> list[Entry]:
-        """Writes the part of a batch that is of one tenant and small enough. Returns the rest, which is to be tried
-        next."""
+        """Writes the blocks of one tenant, as many as fit a batch. Returns the rest, which is tried next."""
         tenant = batch[0][1].tenant
         mover = self._accounts.get(tenant)
         if mover is None:

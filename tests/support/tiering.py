@@ -1,4 +1,5 @@
-"""A store over one tier in this process, for the tests of what moves blocks: a tier that counts, refuses or hangs, and short calls."""
+"""A store over one tier in this process, for the tests of what moves blocks: a tier that counts, refuses or hangs, and
+short calls."""
 
 from __future__ import annotations
 

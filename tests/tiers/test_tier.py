@@ -1,4 +1,5 @@
-"""What every tier must keep, asked of each: the small one in memory, SSD with and without the page cache, Redis, each also with faults around it.
+"""What every tier must keep, asked of each: the small one in memory, SSD with and without the page cache, Redis, each
+also with faults around it.
 
 A new tier is one entry in `TIERS`. Capacity and order of Redis are its operator's business (test_redis.py).
 """

@@ -1,4 +1,5 @@
-"""All tiers as the verbs see them: waiting within limits, faults of every kind, and races of deletes and puts with copies up and down."""
+"""All tiers as the verbs see them: waiting within limits, faults of every kind, and races of deletes and puts with
+copies up and down."""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ def test_a_tier_that_raises_ends_no_thread(works: Works, tier: Counting, caplog:
 
 
 def test_delete_and_put_race_with_both_movers() -> None:
-    """KVB-19 (a) with a lower tier: two writers, a reader and a deleter; every block that is seen is right, and in the end nothing is doubled."""
+    """KVB-19 (a) with a lower tier: two writers, a reader and a deleter; every block that is seen is right, and in the
+    end nothing is doubled."""
     with Works(Counting()) as works:
         stop, failed = threading.Event(), list[BaseException]()
         numbers = range(6)

@@ -181,7 +181,8 @@ def test_the_share_of_a_budget_that_is_left() -> None:
 
 
 def test_a_scarce_budget_is_for_what_was_used_again(tier: Counting) -> None:
-    """Under a day's budget of 20 slots: what was used once is written while half is left, then what is used a second time, and what a flush names."""
+    """Under a day's budget of 20 slots: what was used once is written while half is left, then what is used a second
+    time, and what a flush names."""
     with Works(tier, Budget(per_day=20 * 16 * KiB)) as works:
         for n in range(30):  # each written or left out before the next is sealed
             works.seal(n)

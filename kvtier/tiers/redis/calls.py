@@ -74,8 +74,7 @@ class Calls:
         return done
 
     def ask(self, names: Sequence[bytes], counter: str, *words: bytes | int) -> list[Any]:
-        """The same short command for each of these names; `b"?"` among the words stands for the name. A Refused in the
-        place of a refusal."""
+        """The same command for each name, which stands in place of `b"?"`. Refused in the place of a refusal."""
         if not names:
             return []
         questions = [ask(name, *(name if word == b"?" else word for word in words)) for name in names]
@@ -93,8 +92,7 @@ class Calls:
         return [answer == 1 for answer in answers]
 
     def lengths(self, keys: Sequence[bytes]) -> list[int]:
-        """How many bytes Redis has under each key's name now, front and block; 0: none, or something of another kind.
-        Raises Unavailable."""
+        """Bytes under each key's name now, front and block; 0: none, or of another kind. Raises Unavailable."""
         self.count("asked_keys", len(keys))
         answers = self.ask([self.name_of(key) for key in keys], "read_faults", b"STRLEN", b"?")
         for answer in answers:

@@ -67,8 +67,7 @@ class RedisConnections:
                     self._lock.notify_all()
 
     def once(self, work: Callable[[RedisConnection], Any]) -> Any:
-        """Runs `work` with a connection; once more on new connections if old ones fail, which may have died unnoticed.
-        Raises Down, Lost, Refused."""
+        """Runs `work`; once more on new connections if old ones fail, which may be dead. Raises Down, Lost, Refused."""
         with self.connection() as connection:
             used = connection.connected
             try:

@@ -121,8 +121,7 @@ def ask_to_keep(name: bytes, front: bytes, block: memoryview, ttl: int) -> Redis
 
 
 def ask_for(name: bytes, block: memoryview, until: float) -> RedisQuestion:
-    """The value under a name, its block straight into `block`: the answer is the front, or None if there is none. Never
-    takes in more than that."""
+    """The value under a name, its block straight into `block`, and no more: the front, or None if there is no value."""
     raw = command(b"GETRANGE", name, 0, FRONT_BYTES + len(block))  # one byte too many: shows what is longer
     return RedisQuestion(name, (raw,), lambda connection: _receive_block(connection, block, until), len(raw))
 
@@ -158,8 +157,7 @@ class RedisConnection:
         return answer
 
     def ask(self, questions: Sequence[RedisQuestion]) -> list[Any]:
-        """The answers, in order; a Refused in the place of one that Redis refused. Raises Down, and Lost for a value
-        that is no block."""
+        """The answers in order, Refused in the place of a refusal. Raises Down, Lost for a value that is no block."""
         answers: list[Any] = [None] * len(questions)
         left = list(range(len(questions)))
         for attempt in range(ROUNDS):
@@ -197,8 +195,7 @@ class RedisConnection:
         return connection
 
     def _exchange(self, address: Address, questions: Sequence[RedisQuestion]) -> list[Any]:
-        """All questions to one node, up to a window of them under way. ResponseErrors stand among the answers. Raises
-        Down, Lost."""
+        """All questions to one node, a window at a time. ResponseErrors stand among the answers. Raises Down, Lost."""
         connection = self._connection(address)
         answers: list[Any] = []
         self.marked = True
@@ -245,8 +242,7 @@ def _joined(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def _short(connection: Any) -> Any:
-    """By hiredis. Nothing stays behind in its parser: no more questions are under way than answers are read, and these
-    are short."""
+    """By hiredis. Its parser keeps nothing: as many answers are read as were asked for, and these are short."""
     return connection.read_response()
 
 
@@ -261,21 +257,18 @@ def _receive_block(connection: Any, block: memoryview, until: float) -> bytes | 
         if head[: min(got, len(line))] != line[:got]:
             _other(connection, sock, bytes(head[:got]), until)
             return None
-    got = 0
-    while got < len(block):
-        got += _some(sock, block[got:], until)
     end = memoryview(bytearray(2))
-    got = 0
-    while got < 2:
-        got += _some(sock, end[got:], until)
+    for part in (block, end):
+        got = 0
+        while got < len(part):
+            got += _some(sock, part[got:], until)
     if bytes(end) != b"\r\n":
         raise redis.InvalidResponse("a value without its end")
     return bytes(head[len(line) :])
 
 
 def _other(connection: Any, sock: Any, raw: bytes, until: float) -> None:
-    """An answer that is not a value of the right length: returns for no value. Raises ResponseError, Lost for another
-    length."""
+    """An answer that is not as long as asked: returns if there is no value. Raises ResponseError, Lost."""
     part = memoryview(bytearray(256))
     while b"\r\n" not in raw and len(raw) < 4096:
         raw += bytes(part[: _some(sock, part, until)])
@@ -328,8 +321,7 @@ def _refused(error: Exception) -> Refused:
 
 
 def down(error: Exception, address: Address) -> Down:
-    """What failed, by the classes and codes of redis-py and OpenSSL, and a reason in words that says what to look
-    at."""
+    """What failed, by classes and codes of redis-py and OpenSSL, and a reason that says what to look at."""
     node = f"{address[0]}:{address[1]}" if address[1] else address[0]
     text = str(error)[:200]
     if isinstance(error, AuthenticationError):
@@ -348,7 +340,7 @@ def down(error: Exception, address: Address) -> Down:
 
 
 def _tls_fault(error: BaseException | None) -> ssl.SSLError | None:
-    """The fault of TLS from which an error of redis-py comes. None if there is none, or if the connection only ended."""
+    """The fault of TLS from which an error of redis-py comes. None if there is none, or the connection ended."""
     while error is not None and not isinstance(error, ssl.SSLError):
         error = error.__cause__ or error.__context__
     return None if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError) else error

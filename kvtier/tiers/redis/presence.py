@@ -41,8 +41,7 @@ class Presence:
         return answer is not None and answer[0] and now - answer[1] <= FRESH
 
     def hear(self, answers: Iterable[tuple[bytes, bool]], handle: int = 0, began: float = 0.0) -> None:
-        """Keeps answers. A yes to a question that `began` before a no was heard does not count: the block was forgotten
-        meanwhile."""
+        """Keeps answers. A yes to a question that `began` before a no was heard does not count: it is older."""
         now = time.monotonic()
         with self._lock:
             for key, here in answers:

@@ -90,8 +90,7 @@ class Redis:
     # -- calls
 
     def write(self, blocks: Sequence[Outgoing]) -> list[bool]:
-        """Keeps these blocks; what is there already is not sent again. False for what Redis refuses. Raises Unavailable
-        while it fails."""
+        """Keeps blocks that are not there already. False for what Redis refuses. Raises Unavailable while it fails."""
         with self._used():
             calls, presence = self._calls, self._presence
             if calls.health.paused(WRITE):
@@ -114,8 +113,7 @@ class Redis:
             return [out.key in here and not out.namespace.dropped for out in blocks]
 
     def read(self, key: bytes, slot: memoryview, nbytes: int) -> int:
-        """Reads a block into `slot` and returns its checksum, verified. Raises NotFound, Lost (Redis is told to forget
-        it then) or Unavailable."""
+        """Reads a block into `slot`; its checksum, verified. Raises NotFound, Unavailable, Lost (and deletes it)."""
         with self._used():
             calls, began = self._calls, time.monotonic()
             if self._asker.forgetting(key):
@@ -146,8 +144,7 @@ class Redis:
             return checksum
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Forgets these blocks: here at once, in Redis within 50 ms, or as soon as it answers again. Returns how many
-        were known here."""
+        """Forgets these: here at once, in Redis within 50 ms or once it answers again. How many were known here."""
         now = time.monotonic()
         known = sum(
             bool(self._presence.get(key, now)) for key in dict.fromkeys(keys) if not self._asker.forgetting(key)
@@ -169,8 +166,7 @@ class Redis:
     # -- operators
 
     def gauges(self) -> dict[str, int]:
-        """Numbers for operators. capacity, used, blocks and evicted are what Redis said of all its contents a few
-        seconds ago."""
+        """Numbers for operators. capacity, used, blocks, evicted: what Redis said of all it has, a few seconds ago."""
         calls = self._calls
         with calls.lock:
             return {

@@ -26,8 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class Upkeep:
-    """`server` is what Redis last said of itself; `dropping` are digests of namespaces whose blocks are being
-    removed."""
+    """`server`: what Redis last said of itself. `dropping`: digests of namespaces whose blocks are being removed."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
@@ -87,8 +86,7 @@ class Upkeep:
         self.server = total
 
     def _drop(self, digest: bytes) -> None:
-        """Goes through all names, in steps, and forgets the blocks whose header has this namespace. From the beginning
-        after a fault."""
+        """Goes through all names in steps, forgets this namespace's blocks. From the beginning after a fault."""
         calls = self._calls
         for address in calls.call(calls.connections.primaries, "read_faults"):
             cursor = b"0"

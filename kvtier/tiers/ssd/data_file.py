@@ -56,8 +56,7 @@ class DataFile:
         return self.slabs * self._slab_bytes
 
     def read(self, slot: memoryview, offset: int) -> int:
-        """Fills a slot, as far as the file goes. Returns the bytes read. A file that somebody has cut gets its length
-        back."""
+        """Fills a slot as far as the file goes: the bytes read. A file that was cut gets its length back."""
         got = self._transfer(self._disk.read, slot, offset)
         if got < len(slot):
             try:
@@ -67,8 +66,7 @@ class DataFile:
         return got
 
     def write(self, slots: Sequence[tuple[memoryview, int]]) -> None:
-        """Writes slots to their offsets, several at once where that pays. Raises after the last write has ended: until
-        then no slot is free."""
+        """Writes slots, several at once where that pays. Raises after the last write: until then no slot is free."""
         small = sum(len(slot) for slot, _ in slots) < PARALLEL_BYTES
         parts = [slots] if small else [slots[first::WRITERS] for first in range(min(WRITERS, len(slots)))]
         faults: list[BaseException] = []
@@ -92,8 +90,7 @@ class DataFile:
             self._disk.sync(self._fd)
 
     def grow(self, min_free: int) -> str:
-        """Puts disk behind one more slab, if the file system keeps `min_free` bytes then. Returns why not, "" if it
-        did."""
+        """Puts disk behind one more slab if `min_free` bytes stay free on the file system. Why not, "" if it did."""
         free = self._disk.free(self._directory)[1]
         if free - self._slab_bytes < min_free:
             return f"the file system has {free} free bytes, of which {min_free} are for others"

@@ -52,8 +52,7 @@ def make(directory: Path, disk: Disk) -> None:
 
 
 def claim(directory: Path, disk: Disk) -> int:
-    """A descriptor that holds the directory's lock while it is open. Raises Unavailable if another process owns it,
-    OSError."""
+    """A descriptor that holds the directory's lock. Raises Unavailable if another process owns it, OSError."""
     lock = disk.open(directory / LOCK, WRITE | CREATE)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -73,17 +72,10 @@ def claim(directory: Path, disk: Disk) -> int:
 
 
 def read_format(directory: Path, disk: Disk) -> int | None:
-    """Bytes of a slab; None for a directory that has no format yet. Raises Invalid for another format or a broken file,
-    OSError."""
+    """Bytes of a slab; None for a directory without a format. Raises Invalid (another format, broken), OSError."""
     path = directory / FORMAT_FILE
-    try:
-        fd = disk.open(path, READ)
-    except FileNotFoundError:
+    if (raw := _read(path, _MAX_FORMAT_BYTES, disk)) is None:
         return None
-    try:
-        raw = os.pread(fd, _MAX_FORMAT_BYTES, 0)
-    finally:
-        disk.close(fd)
     try:
         told = json.loads(raw)
         version, slab = told["kvtier_ssd"], told["slab_bytes"]
@@ -113,14 +105,8 @@ def write_format(directory: Path, slab_bytes: int, disk: Disk) -> None:
 def read_ttls(directory: Path, disk: Disk) -> dict[str, int]:
     """Times-to-live in seconds, by what `expiry` calls a namespace. Raises Invalid for a broken file, OSError."""
     path = directory / TTLS
-    try:
-        fd = disk.open(path, READ)
-    except FileNotFoundError:
+    if (raw := _read(path, _MAX_TTLS_BYTES, disk)) is None:
         return {}
-    try:
-        raw = os.pread(fd, _MAX_TTLS_BYTES, 0)
-    finally:
-        disk.close(fd)
     try:
         ttls = json.loads(raw)
     except (ValueError, RecursionError):
@@ -135,14 +121,20 @@ def write_ttls(directory: Path, ttls: Mapping[str, int], disk: Disk) -> None:
     _replace(directory / TTLS, json.dumps(dict(ttls), separators=(",", ":")).encode(), disk)
 
 
+def _read(path: Path, most: int, disk: Disk) -> bytes | None:
+    """The first bytes of a file; None if there is no such file."""
+    try:
+        with disk.opened(path, READ) as fd:
+            return os.pread(fd, most, 0)
+    except FileNotFoundError:
+        return None
+
+
 def _replace(path: Path, data: bytes, disk: Disk) -> None:
     temporary = path.with_name(f"{path.name}.tmp")
     disk.unlink(temporary)
-    fd = disk.open(temporary, APPEND | FRESH)
-    try:
+    with disk.opened(temporary, APPEND | FRESH) as fd:
         disk.append(fd, data)
         disk.sync(fd)
-    finally:
-        disk.close(fd)
     disk.rename(temporary, path)
     disk.sync_directory(path.parent)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 READ, WRITE, APPEND, DIRECT = os.O_RDONLY, os.O_RDWR, os.O_RDWR | os.O_APPEND, os.O_DIRECT
@@ -30,6 +32,15 @@ class Disk:
 
     def close(self, fd: int) -> None:
         os.close(fd)
+
+    @contextmanager
+    def opened(self, path: Path, flags: int) -> Iterator[int]:
+        """A descriptor that is closed in the end."""
+        fd = self.open(path, flags)
+        try:
+            yield fd
+        finally:
+            self.close(fd)
 
     def size(self, fd: int) -> int:
         """Bytes of the file."""

@@ -172,8 +172,7 @@ class Index:
             self._tombstones.add(key)
 
     def start(self, failed: Callable[[OSError], None]) -> None:
-        """Once the ledger holds what `load` said. `failed` hears of faults of the disk while tombstones are
-        journalled."""
+        """Once the ledger holds what `load` said. `failed` hears of faults while tombstones are journalled."""
         self._failed = failed
         self._journal.spare = self._spare()
         if self._journal.total + self._journal.spare > self._journal.limit:  # the capacity was made smaller
@@ -336,8 +335,7 @@ class Index:
 
 
 def _handle_of(register: Register, tenant: str, description: bytes) -> int | None:
-    """The handle of a namespace that the directory holds. None for one of a newer version: its blocks are unreadable,
-    not dangerous."""
+    """Of a namespace in the directory. None for one of a newer version: its blocks are unreadable, not dangerous."""
     try:
         check_text("tenant", tenant)
         return register(description, tenant).handle

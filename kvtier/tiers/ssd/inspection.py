@@ -41,8 +41,7 @@ class Damage:
 
 @dataclass(slots=True)
 class DirectoryReport:
-    """What was looked at, and what was found. `blocks` are those that the index knows, `whole` those that passed;
-    `nbytes` are of whole blocks."""
+    """What was found. `blocks` are those that the index knows; `whole` passed, and `nbytes` are theirs."""
 
     blocks: int = 0
     whole: int = 0
@@ -231,23 +230,14 @@ def _repair(path: Path, misplaced: list[Path], broken: dict[Path, int], bad: lis
     for entry in misplaced:
         disk.rename(entry, _place(path, entry.name, disk))
     for file, good in broken.items():
-        fd = disk.open(file, READ)
-        try:
+        with disk.opened(file, READ) as fd:
             tail = os.pread(fd, _MAX_TAIL, good)
-        finally:
-            disk.close(fd)
-        kept = disk.open(_place(path, f"{file.name}+{good}", disk), APPEND | CREATE)
-        try:
-            disk.append(kept, tail)
-            disk.sync(kept)
-        finally:
-            disk.close(kept)
+        with disk.opened(_place(path, f"{file.name}+{good}", disk), APPEND | CREATE) as fd:
+            disk.append(fd, tail)
+            disk.sync(fd)
     for file, good in broken.items():
-        fd = disk.open(file, APPEND)
-        try:
+        with disk.opened(file, APPEND) as fd:
             disk.truncate(fd, good)
-        finally:
-            disk.close(fd)
     journal = Journal(path, 2**62, True, disk)
     try:
         for _ in journal.load():  # which removes what was replaced

@@ -76,8 +76,7 @@ class Journal:
         self.damaged: list[str] = []  # files with a frame that did not pass its check at `load`
 
     def load(self) -> Iterator[NamespaceEntry | bytes]:
-        """Everything in order: namespaces, and records as bytes. Then opens a journal for appends. Reads index files
-        only, never data."""
+        """All namespaces and records (as bytes), in order; then opens a journal for appends. Reads index files only."""
         files = files_in(self._directory)
         base = files.base
         if base:
@@ -100,8 +99,7 @@ class Journal:
         return self.limit - self.total - (0 if self._coming else self.spare)
 
     def append(self, records: Records, told: Iterable[NamespaceEntry] = ()) -> None:
-        """Records in one frame, after frames of namespaces they name. Raises OSError or Full (of the limit) with
-        nothing appended."""
+        """Records in one frame, after namespaces they name. Raises OSError, Full (the limit) with nothing appended."""
         data = b"".join(_frame(_NAMESPACE, _namespace_body(*one)) for one in told)
         data += _frame(_RECORDS, records.tobytes())
         if len(data) > self.free:
@@ -123,8 +121,7 @@ class Journal:
         self.since += len(data)
 
     def rotate(self) -> int:
-        """Appends go to a new file from here on; returns its number, which `checkpoint` takes. Raises OSError with
-        nothing changed."""
+        """Appends go to a new file from now on: its number, for `checkpoint`. Raises OSError with nothing changed."""
         if self._torn:
             self._cut()
         fd, number, end = self._start(self.number + 1)
@@ -160,8 +157,7 @@ class Journal:
         self._coming = nbytes
 
     def replace(self, number: int, written: bool) -> None:
-        """The end of a checkpoint: if written, it takes the place of what came before. Raises OSError; both stand there
-        then, or the old alone."""
+        """Ends a checkpoint; if written, it replaces what was before. Raises OSError: then both stand, or the old."""
         self._coming = 0
         try:
             if written:
@@ -263,8 +259,7 @@ def files_in(directory: Path) -> IndexFiles:
 
 
 def frames_of(file: BinaryIO, size: int) -> Generator[NamespaceEntry | bytes, None, int]:
-    """The frames of an index file of `size` bytes: namespaces, and records as bytes. Returns the bytes up to the first
-    frame that is not whole."""
+    """Namespaces, and records as bytes, of an index file of `size` bytes. Returns the bytes of whole frames."""
     good = 0
     while good < size:
         frame = _read_frame(file, size - good)

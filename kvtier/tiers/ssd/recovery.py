@@ -1,5 +1,4 @@
-"""From the index on disk to what is live, and back: records as columns, a million in seconds. Pure functions over
-arrays."""
+"""From the index on disk to what is live, and back: records as columns, a million in seconds. Pure functions."""
 
 from __future__ import annotations
 
@@ -100,8 +99,7 @@ def join(first: Records, second: Records) -> Records:
 
 
 class Snapshot:
-    """All sealed blocks of a ledger at one moment. Made under the ledger's lock, in 20 ms a million blocks; `records`
-    takes the rest of the time."""
+    """All sealed blocks of a ledger at one moment. Made under its lock, in 20 ms a million; `records` takes longer."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._columns, self._keys = ledger.copy_sealed()

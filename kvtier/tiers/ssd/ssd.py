@@ -171,8 +171,7 @@ class Ssd:
         return [False] * len(keys)
 
     def write(self, blocks: Sequence[Outgoing]) -> list[bool]:
-        """Keeps blocks, evicting what was used longest ago. For each whether it is here now; False after a fault or
-        without space."""
+        """Keeps blocks, evicting what was used longest ago. False for each that is not here now: a fault, no space."""
         with self._used():
             placed: Placed = []
             try:
@@ -204,8 +203,7 @@ class Ssd:
                 return self._known(blocks)
 
     def read(self, key: bytes, slot: memoryview, nbytes: int) -> int:
-        """Reads a block into `slot` (its whole slot is read) and returns its checksum, verified. Raises NotFound, Lost
-        or Unavailable."""
+        """Reads a block's whole slot into `slot`; its checksum, verified. Raises NotFound, Lost or Unavailable."""
         ledger = self._ledger
         with self._used():
             with self._lock:
@@ -234,8 +232,7 @@ class Ssd:
             return checksum
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Forgets these blocks. Their tombstones are on disk when this returns, unless the disk takes longer than 50
-        ms."""
+        """Forgets blocks. Their tombstones are on disk on return, unless the disk takes longer than 50 ms."""
         with self._lock:
             rows = list(dict.fromkeys(row for row in self._ledger.find_each(keys) if row is not None))
             self._forget(rows)
@@ -297,8 +294,7 @@ class Ssd:
             assert self._users or held == dict.fromkeys(self._quarantine, 1), "a row is leased and nobody reads it"
 
     def close(self) -> None:
-        """Ends the thread and closes files; the directory is free then. If the disk keeps a call for longer than
-        `PATIENCE`, both stay ours."""
+        """Ends the thread and frees the directory. Keeps both if the disk holds a call for longer than `PATIENCE`."""
         with self._lock:
             self._closing = True
             idle = self._lock.wait_for(lambda: not self._users, PATIENCE)
@@ -310,8 +306,7 @@ class Ssd:
     # -- start and end
 
     def _open(self, register: Register, stack: ExitStack) -> None:
-        """Reads the index, opens the data file. What `stack` gets is closed in the end. Raises Invalid for a directory
-        of another format, OSError."""
+        """Reads the index, opens the data file; `stack` closes them. Raises Invalid (another format), OSError."""
         usable = min(self.capacity, max(MIN_CAPACITY, self._disk.free(self._path)[0] - self._min_free))
         index = max(MIN_INDEX, usable // INDEX_SHARE)
         data = usable - index
@@ -446,8 +441,7 @@ class Ssd:
     # -- the end of a read, and forgetting; under the lock
 
     def _done_reading(self, row: int, key: bytes, nbytes: int, fault: Exception | None) -> None:
-        """Ends a read's lease. A block that failed its check, or cannot be read again and again, leaves the index; its
-        slot is not used for now."""
+        """Ends a read's lease. A block that failed its check, or three reads, leaves the index; its slot rests."""
         if fault is None:
             self.totals.read_blocks += 1
             self.totals.read_bytes += nbytes

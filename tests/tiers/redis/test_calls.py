@@ -1,4 +1,5 @@
-"""Calls with breaker and health: rights and passwords that are refused, a Redis that hangs, and no connection that is free. KVB-17 d and e."""
+"""Calls with breaker and health: rights and passwords that are refused, a Redis that hangs, and no connection that is
+free. KVB-17 d and e."""
 
 from __future__ import annotations
 

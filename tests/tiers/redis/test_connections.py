@@ -1,4 +1,5 @@
-"""The Redis tier's connections: who may come in, what happens when Redis stops, hangs, is cut off, fails over or moves a slot, and cancelled calls.
+"""The Redis tier's connections: who may come in, what happens when Redis stops, hangs, is cut off, fails over or moves
+a slot, and cancelled calls.
 
 KVB-17 a, b, d and e, for the tier; test_redis_daemon has what clients see of it.
 """

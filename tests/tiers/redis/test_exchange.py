@@ -1,4 +1,5 @@
-"""Questions and answers, whole or the connection is closed: through a proxy that delays and cuts, cancelled, out of time; values that are too long."""
+"""Questions and answers, whole or the connection is closed: through a proxy that delays and cuts, cancelled, out of
+time; values that are too long."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ class Cancelled(BaseException):
 
 @pytest.mark.long
 def test_a_thousand_cancelled_calls_and_no_answer_reaches_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls are broken off anywhere between the question and the answer's last byte, in 8 threads that share the connections of 6."""
+    """Calls are broken off anywhere between the question and the answer's last byte, in 8 threads that share the
+    connections of 6."""
     yard, cancelled = Town().yard(20 * KiB), [0]
     chance, lock = random.Random(1000), threading.Lock()
     some, short = exchange._some, exchange._short

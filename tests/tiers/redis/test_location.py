@@ -112,7 +112,8 @@ def test_what_does_not_go_together_is_refused(url: str, options: dict[str, objec
 def test_the_setting_is_a_table_or_one_flag(tmp_path: Path) -> None:
     toml = tmp_path / "k.toml"
     toml.write_text(
-        '[redis]\nurl = "rediss://bob@h:1"\npassword_file = "/p"\nca = "/ca.pem"\nttl = 60\ntimeout = 0.5\nwrite = "500MB"\n'
+        '[redis]\nurl = "rediss://bob@h:1"\npassword_file = "/p"\nca = "/ca.pem"\n'
+        'ttl = 60\ntimeout = 0.5\nwrite = "500MB"\n'
     )
     said = load(toml, {}).redis
     assert said == RedisLocation(

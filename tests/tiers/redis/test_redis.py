@@ -1,4 +1,5 @@
-"""The Redis tier on a real server: what Redis does by itself (evicts, refuses, forgets), and what stands under its names that is no block of ours.
+"""The Redis tier on a real server: what Redis does by itself (evicts, refuses, forgets), and what stands under its
+names that is no block of ours.
 
 KVB-15, and KVB-17 c. What the connections do is test_connections, what clients see test_redis_daemon.
 """

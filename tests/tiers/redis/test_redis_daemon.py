@@ -1,4 +1,5 @@
-"""Daemons with a Redis tier, as clients see them: blocks shared between two, beside an SSD, Redis failing under both. KVB-09, KVB-17 d and e."""
+"""Daemons with a Redis tier, as clients see them: blocks shared between two, beside an SSD, Redis failing under both.
+KVB-09, KVB-17 d and e."""
 
 from __future__ import annotations
 
@@ -235,7 +236,8 @@ def test_kvb_17d_what_is_wrong_with_the_settings_is_named_at_the_start(tmp_path:
 
 
 def test_the_extra_that_is_missing_is_named(tmp_path: Path) -> None:
-    """A daemon in whose environment there is no redis library starts without the setting and says what to install with it."""
+    """A daemon in whose environment there is no redis library starts without the setting and says what to install with
+    it."""
     (tmp_path / "redis.py").write_text("raise ImportError('no redis here')\n")
     daemon = Daemon(ARENA, environment={"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin:/bin"})
     with daemon:

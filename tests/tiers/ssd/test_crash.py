@@ -1,8 +1,9 @@
-"""Crashes at any point of the SSD tier's life: whole or absent, nothing else counted; with `sync`, what was settled is there.
+"""Crashes at any point of the SSD tier's life: whole or absent, nothing else counted; with `sync`, what was settled is
+there.
 
-Every change that the tier makes to its disk is recorded; every prefix of the record is a crash. After a kill -9 all of it is on disk, the last write
-perhaps in part; after a power cut what was not synced may be missing or torn. Each time a new tier opens what is left. Kills of real daemons are in
-test_kill.py.
+Every change that the tier makes to its disk is recorded; every prefix of the record is a crash. After a kill -9 all of
+it is on disk, the last write perhaps in part; after a power cut what was not synced may be missing or torn. Each time a
+new tier opens what is left. Kills of real daemons are in test_kill.py.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ def spread(path: Path, files: dict[str, bytes]) -> None:
 
 
 def recovered(path: Path, sync: bool) -> tuple[set[tuple[str, int]], set[tuple[str, int]]]:
-    """(known, whole) blocks of a tier that opens this directory. Fails for a wrong byte or books that do not agree with the disk."""
+    """(known, whole) blocks of a tier that opens this directory. Fails for a wrong byte or books that do not agree with
+    the disk."""
     town = Town()
     small, large = yards(town)
     tier = Ssd(path, CAPACITY, town.register, sync=sync)

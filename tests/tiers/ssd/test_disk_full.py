@@ -1,4 +1,5 @@
-"""Disks that really fill up, and a daemon that really runs out of descriptors. KVB-13. A read-only disk and lost permissions are in test_ssd.py.
+"""Disks that really fill up, and a daemon that really runs out of descriptors. KVB-13. A read-only disk and lost
+permissions are in test_ssd.py.
 
 Needs root for the mounts; says so where it is not.
 """

@@ -60,7 +60,8 @@ def test_a_checkpoint_that_cannot_be_written_is_said_once_and_tried_again(
 
 
 def test_an_index_without_room_refuses_and_does_not_break(shop: Shop) -> None:
-    """Descriptions have their part of the index. Beyond it a namespace's blocks are refused, until another's description is not needed any more."""
+    """Descriptions have their part of the index. Beyond it a namespace's blocks are refused, until another's
+    description is not needed any more."""
     large = [shop.town.yard(model=f"org/{i}", backend="b" * 200, physical="p" * 200) for i in range(60)]
     answers = [yard.put(shop.tier, [1])[0] for yard in large]
     assert answers[0] and not answers[-1]

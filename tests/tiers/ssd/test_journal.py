@@ -1,4 +1,5 @@
-"""The index on disk: frames, torn ends, failed appends, checkpoints, the bound; made from raw bytes where the writer would not make them."""
+"""The index on disk: frames, torn ends, failed appends, checkpoints, the bound; made from raw bytes where the writer
+would not make them."""
 
 from __future__ import annotations
 
@@ -109,7 +110,8 @@ def test_of_two_on_one_slot_the_later_counts(book: Book) -> None:
 
 
 def test_who_lost_its_slot_does_not_come_back_when_the_later_goes(book: Book) -> None:
-    """A power cut may take the earlier's tombstone and leave the later's put and end: found by the crash replay on a busy machine."""
+    """A power cut may take the earlier's tombstone and leave the later's put and end: found by the crash replay on a
+    busy machine."""
     book.journal.append(put(1, 2, 3))
     book.journal.append(put(7, page=2))
     book.journal.append(forget(7))

@@ -1,6 +1,7 @@
 """kill -9 of real daemons with an SSD tier: under load, and between the steps of a write. KVB-16, I3, I4.
 
-After each kill the directory is checked offline: every block that the index knows is whole. After each start what was settled is there, every byte.
+After each kill the directory is checked offline: every block that the index knows is whole. After each start what was
+settled is there, every byte.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ SSD = "path={path},size=256MiB,free=0"
 
 
 class Load:
-    """A client that puts and flushes batches until it is told to stop, whatever happens to the daemon. `settled` are those that it was promised."""
+    """A client that puts and flushes batches until it is told to stop, whatever happens to the daemon. `settled` are
+    those that it was promised."""
 
     def __init__(self, address: str, first: int) -> None:
         self.settled: list[int] = []

@@ -1,6 +1,8 @@
-"""KVB-19 (a) over a real SSD tier: one key written, settled, forgotten, promoted, read and deleted at once, in one process.
+"""KVB-19 (a) over a real SSD tier: one key written, settled, forgotten, promoted, read and deleted at once, in one
+process.
 
-Every read is one of the written values or a miss; in the end there is one entry in the arena, one on the disk, and the directory is clean.
+Every read is one of the written values or a miss; in the end there is one entry in the arena, one on the disk, and the
+directory is clean.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""From the records of an index to what is live: the last word on each key and on each slot, under the numbers of namespaces as they are now."""
+"""From the records of an index to what is live: the last word on each key and on each slot, under the numbers of
+namespaces as they are now."""
 
 from __future__ import annotations
 

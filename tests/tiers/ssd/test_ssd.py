@@ -1,5 +1,5 @@
-"""The SSD tier: its directory, what it does when the disk does not, what it keeps over restarts. The contract is in test_tier.py, crashes in
-test_crash.py, disks that really fill up in test_disk_full.py."""
+"""The SSD tier: its directory, what it does when the disk does not, what it keeps over restarts. The contract is in
+test_tier.py, crashes in test_crash.py, disks that really fill up in test_disk_full.py."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ def test_a_capacity_below_one_slab_is_refused(tmp_path: Path) -> None:
 
 
 def test_ten_times_the_capacity_never_takes_more_than_the_capacity(shop: Shop) -> None:
-    """Blocks of one size, then of another; the disk that everything in the directory takes, looked at after each call and between."""
+    """Blocks of one size, then of another; the disk that everything in the directory takes, looked at after each call
+    and between."""
     capacity = 8 * MiB
     shop.open(capacity)
     most, stop = [0], threading.Event()
@@ -275,7 +276,8 @@ def test_whoever_asks_is_answered_while_the_disk_hangs(shop: Shop, held: Held) -
 
 
 def test_a_put_after_a_delete_outlives_it(shop: Shop, held: Held) -> None:
-    """Block 5 is on its way down twice; one copy is sealed and deleted while the other is being written: the tombstone is older than its record."""
+    """Block 5 is on its way down twice; one copy is sealed and deleted while the other is being written: the tombstone
+    is older than its record."""
     held.go.set()
     assert shop.yard.put(shop.tier, [5]) == [True]
     tier = shop.tier

@@ -1,4 +1,5 @@
-"""Damaged, truncated and hostile bytes in an SSD directory cost the blocks they hit, run nothing and lead nowhere else. KVB-14, KVB-24."""
+"""Damaged, truncated and hostile bytes in an SSD directory cost the blocks they hit, run nothing and lead nowhere else.
+KVB-14, KVB-24."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""The store over a real SSD tier as a state machine: any verbs in any order, arena and disk so small that both evict, lives that end and begin.
+"""The store over a real SSD tier as a state machine: any verbs in any order, arena and disk so small that both evict,
+lives that end and begin.
 
-The model says of a key: *absent, or equal to what was put under it*; and of a settled one, that it stays while nothing is evicted from the disk.
-After each step sessions, ledger, slabs, journal and disk agree; after each life `fsck` finds nothing.
+The model says of a key: *absent, or equal to what was put under it*; and of a settled one, that it stays while nothing
+is evicted from the disk. After each step sessions, ledger, slabs, journal and disk agree; after each life `fsck` finds
+nothing.
 """
 
 from __future__ import annotations
