@@ -13,7 +13,7 @@ import math
 import struct
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
@@ -90,30 +90,28 @@ class Space:
         self.slot_bytes = sum(self.registered.extents(part).slot_bytes for part in self.ranges)
 
     def describe(self, base: Description, form: ObjectForm, pieces: Sequence[int]) -> Description:
-        """The description, given how long each piece is. Another engine's objects override this."""
-        return describe(base, form, pieces)
+        """The description, given how long each piece is: of the base what still holds, and the whole base by its
+        digest.
+
+        An opaque layout has no static scales, so they stand among the settings, where a difference can be read.
+        Another engine's objects override this.
+        """
+        base_digest = base.digest.hex()
+        return replace(
+            base,
+            layout=opaque_layout(pieces, form.digest),
+            hashing=HashScheme(ALGORITHM, base_digest, 1),
+            scales={},
+            rope={**base.rope, **readable(base.scales), "lmcache.description": base_digest},
+            backend="LMCache object",
+            physical=form.text,
+        )
 
 
-def describe(base: Description, form: ObjectForm, pieces: Sequence[int]) -> Description:
-    """The description of objects of a form: of the base what still holds for them, and the whole base by its digest.
-
-    An opaque layout has no static scales, so they stand among the settings, where a difference can be read.
-    """
+def opaque_layout(pieces: Sequence[int], digest: str) -> Layout:
+    """One group of opaque bytes with a layer for each piece."""
     layers = tuple(Layer(at, (Part("bytes", nbytes, "u8"),)) for at, nbytes in enumerate(pieces))
-    base_digest = base.digest.hex()
-    return Description(
-        base.model,
-        base.revision,
-        Layout((Group("opaque", 1, 1, layers, digest=form.digest),)),
-        HashScheme(ALGORITHM, base_digest, 1),
-        artifact=base.artifact,
-        rule=base.rule,
-        codec=base.codec,
-        rope={**base.rope, **readable(base.scales), "lmcache.description": base_digest},
-        backend="LMCache object",
-        physical=form.text,
-        packing=base.packing,
-    )
+    return Layout((Group("opaque", 1, 1, layers, digest=digest),))
 
 
 def readable(scales: Mapping[str, str]) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """Parts of an engine's KV cache as torch views, and their way into a block and back. No engine is imported here.
 
-A group's caches are laid over a block once its place there is known (`bind`). Whatever does not fit is refused then, never at a transfer. Copies run
-in the mover's threads, one block at a time; who may touch which engine block is the mover's business.
+A group's caches are laid over a block once its place there is known (`bind`). Whatever does not fit is refused then,
+never at a transfer. Copies run in the mover's threads, one block at a time; the mover decides who may touch which
+engine block.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _EXPONENT = {"bf16": 0x7F80, "fp16": 0x7C00}
 
 @dataclass(slots=True)
 class PartCache:
-    """One part of one layer. `cells`: uint8 [kernel blocks, heads, tokens, bytes], a view of the engine's memory. `scales`: live and static."""
+    """One part of one layer. `cells`: uint8 [kernel blocks, heads, tokens, bytes], a view of the engine's. `scales`:
+    live and static."""
 
     part: Part
     cells: torch.Tensor
@@ -35,7 +37,8 @@ class PartCache:
 
 @dataclass(slots=True)
 class GroupCaches:
-    """One KV cache group on this rank. `shape` is what all its layers share, as the report has it; `ratio`: kernel blocks in an engine block."""
+    """One KV cache group on this rank. `shape` is what all its layers share, as the report has it; `ratio`: kernel
+    blocks in an engine block."""
 
     batch: ClassVar[int] = 1  # entries that one `read` takes
     shape: dict[str, Any]
@@ -46,7 +49,8 @@ class GroupCaches:
     gaps: bool = field(init=False, default=True)  # whether a body has padding between its parts
 
     def bind(self, extents: Extents) -> None:
-        """The place of each part in a block, once the namespace is known. Raises Invalid unless it is made for these caches."""
+        """The place of each part in a block, once the namespace is known. Raises Invalid unless it fits these
+        caches."""
         for (name, parts), places in zip(self.layers, extents.places, strict=True):
             for part, place in zip(parts, places, strict=True):
                 cell = part.cells[0].numel() * self.ratio * extents.group.engine_blocks
@@ -58,7 +62,7 @@ class GroupCaches:
         self.extents, self.gaps = extents, extents.padded
 
     def write(self, ready: Any, blocks: Sequence[int], slot: Body) -> torch.Tensor:
-        """`Cache.write`. On a GPU the block is put together in a buffer there, so that one run of bytes crosses the link."""
+        """`Cache.write`. On a GPU the block is put together there, so that one run of bytes crosses the link."""
         with _Stage(self, slot, ready) as body:
             if self.gaps:
                 body.zero_()
@@ -109,8 +113,8 @@ class GroupCaches:
 
 
 def _copy(to: torch.Tensor, from_: torch.Tensor) -> None:
-    """Between bytes of one device. On a CPU by numpy, on this thread alone: torch would share each piece out to OpenMP threads of its own, which wait
-    for the cores that the engine's hold (a load took a quarter longer)."""
+    """Between bytes of one device. On a CPU by numpy, on this thread alone: torch would share each piece out to OpenMP
+    threads of its own, which wait for the cores that the engine's hold (a load took a quarter longer)."""
     if to.device.type == "cpu":
         np.copyto(to.numpy(), from_.numpy())
     else:
@@ -118,7 +122,8 @@ def _copy(to: torch.Tensor, from_: torch.Tensor) -> None:
 
 
 class _Stage:
-    """A body on the engine's device: the slot itself, or a copy of it on a GPU, used on a stream of its own that is done when this exits."""
+    """A body on the engine's device: the slot itself, or a copy of it on a GPU, on a stream of its own that is done at
+    the exit."""
 
     def __init__(self, group: GroupCaches, body: Body, ready: Any) -> None:
         self._host, self._ready = body_tensor(body, group.extents), ready
@@ -143,7 +148,7 @@ class _Stage:
 def _pairs(
     group: GroupCaches, blocks: Sequence[int], body: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """(place in the body, kernel block in the engine's cache) of every part and wanted engine block: uint8 of equal shape."""
+    """(place in the body, kernel block in the engine's cache) of every part and wanted block: uint8 of equal shape."""
     extents, ratio = group.extents, group.ratio
     for (_, parts), places in zip(group.layers, extents.places, strict=True):
         for part, place in zip(parts, places, strict=True):

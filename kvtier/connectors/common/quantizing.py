@@ -1,12 +1,15 @@
 """A BF16 or FP16 engine's caches whose blocks become FP8 as they leave ("dual", "expand"), and their way back.
 
-    save      native pages are quantized, one scale an engine block, part and head, a power of two; a page that is FP8 already goes as it is
-    restore   "dual": codes and scales into the native slot's own bytes (`kvtier_kernels.paged`), then the page's flag := 1
+    save      native pages are quantized, one scale an engine block, part and head, a power of two; a page that is FP8
+              already goes as it is
+    restore   "dual": codes and scales into the native slot's own bytes (`kvtier_kernels.paged`), then the page's flag
+              := 1
               "expand": native elements, native(code * scale), then the flag := 0 where there are flags
 
-Powers of two make code * scale exact in bf16: attention over a block restored in place and over the same block expanded sees the same numbers, so
-both modes share a namespace. Here is the CPU's way, in numpy on the mover's threads: torch would wait for the engine's OpenMP threads there. Under
-one scale FP8 is a function of 65,536 elements, or of 256 codes: both ways are tables, made by `reference`. A GPU's way is `quantizing_gpu`.
+Powers of two make code * scale exact in bf16: attention over a block restored in place and over the same block expanded
+sees the same numbers, so both modes share a namespace. Here is the CPU's way, in numpy on the mover's threads: torch
+would wait for the engine's OpenMP threads there. Under one scale FP8 is a function of 65,536 elements, or of 256 codes:
+both ways are tables, made by `reference`. A GPU's way is `quantizing_gpu`.
 """
 
 from __future__ import annotations
@@ -42,8 +45,8 @@ def _ignore(name: str, value: float, label: str) -> None:
 
 @dataclass(slots=True)
 class QuantizedCaches(GroupCaches):
-    """One KV cache group on this rank. `native`: the engine's number format. `paged`: K and V of each layer; with flags where they may hold FP8 in
-    place. `count(name, value, label)` as the mover's."""
+    """One KV cache group on this rank. `native`: the engine's number format. `paged`: K and V of each layer; with flags
+    where they may hold FP8 in place. `count(name, value, label)` as the mover's."""
 
     native: str = "bf16"
     in_place: bool = False
@@ -58,7 +61,8 @@ class QuantizedCaches(GroupCaches):
                 there = (plane.any.shape[1], plane.any.shape[2] * self.ratio * group.engine_blocks, plane.width, KIND)
                 if there != (heads, group.tokens, placed.width, placed.granularity):
                     raise Invalid(
-                        f"layer {name}: a cache of {there} does not fit blocks of {(heads, group.tokens, placed.width, placed.granularity)}"
+                        f"layer {name}: a cache of {there} does not fit blocks of "
+                        f"{(heads, group.tokens, placed.width, placed.granularity)}"
                     )
         self.extents, self.gaps = extents, extents.padded
 
@@ -159,7 +163,7 @@ class _Host:
             self._native[page] = elements[:, number * self._tokens : (number + 1) * self._tokens]
 
     def gather(self, pages: range, codes: NDArray[np.uint8], scales: NDArray[np.float32]) -> bool:
-        """Codes [heads, tokens, width] and scales [heads] out of FP8 pages, as they are; whether all codes are finite."""
+        """Codes [heads, tokens, width] and scales [heads] out of FP8 pages, as they are; whether all are finite."""
         assert self._codes is not None and self._scales is not None
         for number, page in enumerate(pages):
             codes[:, number * self._tokens : (number + 1) * self._tokens] = self._codes[page]
@@ -175,7 +179,7 @@ class _Host:
 
 
 def _encode(elements: NDArray[np.uint16], native: str, codes: NDArray[np.uint8], scales: NDArray[np.float32]) -> bool:
-    """Quantizes [heads, tokens, width] head by head as `reference.quantize` with `powers` does; whether all elements are finite."""
+    """Quantizes [heads, tokens, width] head by head as `reference.quantize` with `powers`; whether all are finite."""
     fine = True
     for head, bits in enumerate(elements):
         magnitude = bits & 0x7FFF
@@ -196,7 +200,8 @@ def _decode(codes: NDArray[np.uint8], scales: NDArray[np.float32], native: str) 
 
 
 def scale_of(top: int, native: str) -> np.float32:
-    """The scale for a largest finite magnitude, given as bits of the native format: `reference.scale_from_amax(..., powers=True)`."""
+    """The scale for a largest finite magnitude, given as bits of the native format: `reference.scale_from_amax(...,
+    powers=True)`."""
     amax = (
         np.uint32(top << 16).view(np.float32)
         if native == "bf16"

@@ -1,9 +1,11 @@
-"""`quantizing` on a GPU, by the Triton kernels: one copy a block over the link, one scatter a batch of blocks, everything on streams of its own.
+"""`quantizing` on a GPU, by the Triton kernels: a copy a block over the link, a scatter a batch of blocks, on streams
+of its own.
 
-Saving waits for the step that filled the blocks, restoring for whatever the engine had given its stream when the load was planned: a block that is
-restored may have had a reader until then. Both wait for their own stream before they return, so the engine reads what is there. Each of the mover's
-threads has a stream and a staging of its own per group, 16 bodies on the device. Needs triton. Nobody has run this on a GPU yet: on Triton's
-interpreter it is held against the CPU's way, bit for bit.
+Saving waits for the step that filled the blocks, restoring for whatever the engine had given its stream when the load
+was planned: a block that is restored may have had a reader until then. Both wait for their own stream before they
+return, so the engine reads what is there. Each of the mover's threads has a stream and a staging of its own per group,
+16 bodies on the device. Needs triton. Not run on a GPU yet: on Triton's interpreter it equals the CPU's way, bit for
+bit.
 """
 
 from __future__ import annotations

@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from kvtier.connectors.common.object_naming import ObjectForm, Space, readable
+from kvtier.connectors.common.object_naming import ObjectForm, Space, opaque_layout, readable
 from kvtier.connectors.common.settings_checks import check_choice, check_names, socket_of
 from kvtier.errors import Invalid
 from kvtier.format.files import read_description
 from kvtier.format.fingerprint import resolve_revision
 from kvtier.format.identity import Description, HashScheme, canonical_json
-from kvtier.format.layout import Group, Layer, Layout, Part
 
 ALGORITHM = "vLLM offload key, kvtier 1"
 KNOWN = ("namespace", "socket", "check")
@@ -124,20 +123,15 @@ class ChunkSpace(Space):
         digest = blake2b(
             canonical_json([base_digest, settings, engine.layout]), digest_size=32, person=_PERSON_FORM
         ).hexdigest()
-        layers = tuple(Layer(at, (Part("bytes", nbytes, "u8"),)) for at, nbytes in enumerate(pieces))
         seed = blake2b(engine.seed.encode(), digest_size=16).hexdigest()
-        return Description(
-            base.model,
-            base.revision,
-            Layout((Group("opaque", 1, 1, layers, digest=digest),)),
-            HashScheme(ALGORITHM, seed, engine.hash_tokens),
-            artifact=base.artifact,
-            rule=base.rule,
-            codec=base.codec,
+        return replace(
+            base,
+            layout=opaque_layout(pieces, digest),
+            hashing=HashScheme(ALGORITHM, seed, engine.hash_tokens),
+            scales={},
             rope=settings,
             backend="vLLM offload chunk",
             physical=engine.layout,
-            packing=base.packing,
         )
 
 
