@@ -20,7 +20,7 @@ from kvtier.errors import Denied, Invalid, Unauthenticated
 from kvtier.server import access
 from kvtier.server.access import MAX_TOKENS, Certificates, Tokens, issue
 from kvtier.server.sessions import ADMIN, READ, ROLES, WRITE
-from tests.support.doors import pki, write_private
+from tests.support.listeners import pki, write_private
 
 TOKEN = sha256(b"names of tests must not change from run to run").hexdigest()
 LINE = f"ci acme write sha256:{sha256(TOKEN.encode()).hexdigest()}"

@@ -1,7 +1,8 @@
-"""What a hostile or broken client can send on the lane, and what it costs: a named error or a close within seconds, and nobody else anything.
+"""What hostile or broken clients send to the Unix transport, and the answer: an error or a close within seconds.
 
-Around every test another client reads its blocks without a break and must get every one of them; afterwards nothing is stored or held that was not
-before, the daemon's own memory has not grown by 16 MiB at any moment, and no descriptor, thread or session is left behind.
+Around every test another client reads its blocks without a break and must get every one of them; afterwards nothing is
+stored or held that was not before, the daemon's own memory has not grown by 16 MiB at any moment, and no descriptor,
+thread or session is left behind.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from kvtier.server.sessions import MAX_SESSIONS, MAX_SOCKETS
 from kvtier.server.unix import MAX_UNKNOWN
 from tests.support.daemon import Daemon, MiB, Peer, Raw, description, hashes, is_body, put, until
 
-LIMIT = 5.0  # seconds: the lane promises 2 s, and 2 more for the last piece of a frame
+LIMIT = 5.0  # seconds: the server promises 2 s, and 2 more for the last piece of a frame
 GROWTH = 16 * MiB
 NBYTES = 4096
 MODEL = description(NBYTES, model="victim")
@@ -41,7 +42,10 @@ KEYS = 8
 
 
 class Witness(threading.Thread):
-    """Another client that goes on beside the abuse. It writes nothing, so whatever is stored afterwards is not its doing."""
+    """Another client that goes on beside the abuse.
+
+    It writes nothing, so whatever is stored afterwards is not its doing.
+    """
 
     def __init__(self, daemon: Daemon) -> None:
         super().__init__()
@@ -111,11 +115,14 @@ def daemon(running: Daemon) -> Iterator[Daemon]:
         assert running.faults() == []
 
 
-def outcome(lane: Raw, within: float = LIMIT) -> tuple[type[KvtierError], str] | None:
-    """The error by which a frame was answered, None for a close without a word. Fails if neither comes in time, or the frame was accepted."""
-    frames.set_timeouts(lane.sock, within, within)
+def outcome(connection: Raw, within: float = LIMIT) -> tuple[type[KvtierError], str] | None:
+    """The error by which a frame was answered, None for a close without a word.
+
+    Fails if neither comes in time, or the frame was accepted.
+    """
+    frames.set_timeouts(connection.sock, within, within)
     try:
-        status, _, _, reply = lane.receive()
+        status, _, _, reply = connection.receive()
     except (frames.Closed, ConnectionError):
         return None
     except (frames.Idle, TimeoutError):
@@ -125,12 +132,12 @@ def outcome(lane: Raw, within: float = LIMIT) -> tuple[type[KvtierError], str] |
     return type(from_code(status, "")), reply.decode()
 
 
-def closes(lane: Raw, within: float = LIMIT) -> None:
+def closes(connection: Raw, within: float = LIMIT) -> None:
     """Waits for the end of the stream; answers before it are passed over."""
     end = time.monotonic() + within
-    frames.set_timeouts(lane.sock, within, within)
+    frames.set_timeouts(connection.sock, within, within)
     try:
-        while lane.sock.recv(1 << 16):
+        while connection.sock.recv(1 << 16):
             assert time.monotonic() < end
     except BlockingIOError:
         pytest.fail(f"still open after {within:g} s")
@@ -138,24 +145,24 @@ def closes(lane: Raw, within: float = LIMIT) -> None:
         pass
 
 
-def refused(lane: Raw, verb: int, message: Message | bytes, *kinds: type[KvtierError], match: str = "") -> None:
+def refused(connection: Raw, verb: int, message: Message | bytes, *kinds: type[KvtierError], match: str = "") -> None:
     """The call is answered with one of these errors, and the socket stays good."""
-    status, reply = lane.call(verb, message)
+    status, reply = connection.call(verb, message)
     assert status in [kind.code for kind in kinds], (status, reply)
     assert match in reply.decode(), reply
-    assert lane.call(Verb.LOOKUP, lookup_message(lane))[0] == 0
+    assert connection.call(Verb.LOOKUP, lookup_message(connection))[0] == 0
 
 
-def handle_of(lane: Raw) -> int:
-    status, reply = lane.call(Verb.REGISTER, pb.RegisterRequest(description=MODEL.canonical))
+def handle_of(connection: Raw) -> int:
+    status, reply = connection.call(Verb.REGISTER, pb.RegisterRequest(description=MODEL.canonical))
     assert status == 0
     return pb.RegisterReply.FromString(reply).handle
 
 
-def lookup_message(lane: Raw) -> pb.LookupRequest:
-    if not hasattr(lane, "handle"):
-        lane.handle = handle_of(lane)  # type: ignore[attr-defined]
-    return pb.LookupRequest(handle=lane.handle, run=[pb.Run(layer_hi=1, head_hi=1, hashes=hashes([1]))])  # type: ignore[attr-defined]
+def lookup_message(connection: Raw) -> pb.LookupRequest:
+    if not hasattr(connection, "handle"):
+        connection.handle = handle_of(connection)  # type: ignore[attr-defined]
+    return pb.LookupRequest(handle=connection.handle, run=[pb.Run(layer_hi=1, head_hi=1, hashes=hashes([1]))])  # type: ignore[attr-defined]
 
 
 # Frames
@@ -183,30 +190,32 @@ NO_FRAMES: dict[str, tuple[bytes, str]] = {
 def test_what_is_no_frame_is_answered_by_name_and_closed(daemon: Daemon, kind: str) -> None:
     data, match = NO_FRAMES[kind]
     for greet in (True, False):
-        with Raw(daemon.socket, greet=greet) as lane:
-            lane.send(data)
-            said = outcome(lane)
+        with Raw(daemon.socket, greet=greet) as connection:
+            connection.send(data)
+            said = outcome(connection)
             assert said is not None and said[0] is Invalid
             assert not greet or match in said[1]
-            closes(lane)
+            closes(connection)
 
 
 def test_frames_that_stop_half_way_are_closed(daemon: Daemon) -> None:
     frame = frames.pack(Verb.LOOKUP, 1, 0, LOOKUP)
     with ExitStack() as stack:
-        lanes = [stack.enter_context(Raw(daemon.socket, greet=greet)) for greet in (True, False) for _ in range(4)]
-        for lane, cut in zip(lanes, [1, 23, 24, len(frame) - 1] * 2, strict=True):
-            lane.send(frame[:cut])
-        for lane in lanes:
-            assert outcome(lane) is None
+        connections = [
+            stack.enter_context(Raw(daemon.socket, greet=greet)) for greet in (True, False) for _ in range(4)
+        ]
+        for connection, cut in zip(connections, [1, 23, 24, len(frame) - 1] * 2, strict=True):
+            connection.send(frame[:cut])
+        for connection in connections:
+            assert outcome(connection) is None
 
 
 def test_a_frame_may_end_with_its_sender(daemon: Daemon) -> None:
     for cut in (1, 12, 24, 25, 500):
-        with Raw(daemon.socket) as lane:
-            lane.send(frames.pack(Verb.LOOKUP, 1, 0, bytes(1000))[:cut])
-            lane.sock.shutdown(socket.SHUT_WR)
-            closes(lane)
+        with Raw(daemon.socket) as connection:
+            connection.send(frames.pack(Verb.LOOKUP, 1, 0, bytes(1000))[:cut])
+            connection.sock.shutdown(socket.SHUT_WR)
+            closes(connection)
 
 
 def test_a_frame_that_drips_is_closed(daemon: Daemon) -> None:
@@ -214,12 +223,12 @@ def test_a_frame_that_drips_is_closed(daemon: Daemon) -> None:
         (True, frames.pack(Verb.LOOKUP, 1, 0, bytes(1000))),
         (False, frames.pack(Verb.HELLO, 0, 0, bytes(1000))),
     ):
-        with Raw(daemon.socket, greet=greeted) as lane:
+        with Raw(daemon.socket, greet=greeted) as connection:
             began = time.monotonic()
             sent = 0
             try:
                 while True:
-                    lane.send(data[sent : sent + 1])
+                    connection.send(data[sent : sent + 1])
                     sent += 1
                     assert time.monotonic() - began < LIMIT
                     time.sleep(0.2)
@@ -230,9 +239,9 @@ def test_a_frame_that_drips_is_closed(daemon: Daemon) -> None:
 
 @pytest.mark.parametrize("verb", [0, Verb.HELLO, max(Verb) + 1, 127, 128, 255])
 def test_unknown_verbs_are_named(daemon: Daemon, verb: int) -> None:
-    with Raw(daemon.socket) as lane:
+    with Raw(daemon.socket) as connection:
         for body in (b"", b"x", bytes(1000)):
-            refused(lane, verb, body, Invalid, match=f"unknown verb {int(verb)}")
+            refused(connection, verb, body, Invalid, match=f"unknown verb {int(verb)}")
 
 
 @pytest.mark.parametrize("verb", [verb for verb in Verb if verb != Verb.HELLO])
@@ -249,13 +258,13 @@ def test_no_verb_trips_over_bytes_that_are_no_message(daemon: Daemon, verb: Verb
         b"\x0a\x01\xff" * 100,
     ]
     bodies += [generator.randbytes(generator.randrange(1, 200)) for _ in range(60)]
-    with Raw(daemon.socket) as lane:
+    with Raw(daemon.socket) as connection:
         for body in bodies:
-            status, reply = lane.call(verb, body)
+            status, reply = connection.call(verb, body)
             assert status != KvtierError.code, reply  # that would be a fault of the daemon's own
             if status:
                 assert reply
-        assert lane.call(Verb.LOOKUP, lookup_message(lane))[0] == 0
+        assert connection.call(Verb.LOOKUP, lookup_message(connection))[0] == 0
 
 
 # Numbers, lists and bytes inside well-formed messages
@@ -274,99 +283,121 @@ ODD = [0, -1, 2**31, 2**63 - 1]
 FIELDS = {name: field.number for name, field in pb.Keys.DESCRIPTOR.fields_by_name.items()}
 
 
-def keys(lane: Raw, id_: int = 1, **fields: Any) -> pb.Keys:
-    lookup_message(lane)
+def keys(connection: Raw, id_: int = 1, **fields: Any) -> pb.Keys:
+    lookup_message(connection)
     nbytes = MODEL.layout.extents().block_bytes
-    given = {"handle": lane.handle, "layer_hi": 1, "head_hi": 1, "hashes": hashes([100]), "id": id_, "nbytes": nbytes}  # type: ignore[attr-defined]
+    given = {
+        "handle": connection.handle,
+        "layer_hi": 1,
+        "head_hi": 1,
+        "hashes": hashes([100]),
+        "id": id_,
+        "nbytes": nbytes,
+    }  # type: ignore[attr-defined]
     return pb.Keys(**{**given, **fields})
 
 
 @pytest.mark.parametrize("value", ODD)
 @pytest.mark.parametrize("field", ["handle", "group", "layer_lo", "layer_hi", "head_lo", "head_hi", "nbytes", "id"])
 def test_odd_numbers_in_a_call(daemon: Daemon, field: str, value: int) -> None:
-    """The wire carries 64 bits in any field. Those of 32 lose the upper half, as protobuf has it: what is left is still refused."""
+    """The wire carries 64 bits in any field.
+
+    Those of 32 lose the upper half, as protobuf has it: what is left is still refused.
+    """
     verbs = {Verb.RESERVE: "nbytes id", Verb.LEASE: "id", Verb.DELETE: "", Verb.PREFETCH: "", Verb.FLUSH: ""}
-    with Raw(daemon.socket) as lane:
+    with Raw(daemon.socket) as connection:
         for verb, own in verbs.items():
             if field in ("nbytes", "id") and field not in own:
                 continue
             message = (
-                keys(lane).SerializeToString() + varint(FIELDS[field] << 3) + varint(value)
+                keys(connection).SerializeToString() + varint(FIELDS[field] << 3) + varint(value)
             )  # the last value counts
             if (field, value) in {("group", 0), ("layer_lo", 0), ("head_lo", 0)}:
                 continue  # what the rest of the call says
             if field == "id" and value:  # any number but 0 may be an id
-                status, _ = lane.call(verb, message)
+                status, _ = connection.call(verb, message)
                 assert status == 0
                 undo = Verb.ABORT if verb == Verb.RESERVE else Verb.RELEASE
-                assert lane.call(undo, b"\x08" + varint(value))[0] == 0
-                lane.close()
-                lane = Raw(daemon.socket)
+                assert connection.call(undo, b"\x08" + varint(value))[0] == 0
+                connection.close()
+                connection = Raw(daemon.socket)
                 continue
-            refused(lane, verb, message, Invalid, Stale)
-        lane.close()
+            refused(connection, verb, message, Invalid, Stale)
+        connection.close()
 
 
 @pytest.mark.parametrize("value", ODD)
 def test_odd_indices_and_ids_of_what_is_held(daemon: Daemon, value: int) -> None:
-    with Raw(daemon.socket) as lane:
-        assert lane.call(Verb.RESERVE, keys(lane, 1, hashes=hashes([100, 101])))[0] == 0
-        assert lane.call(Verb.LEASE, keys(lane, 2, hashes=hashes(range(KEYS))))[0] == 0
+    with Raw(daemon.socket) as connection:
+        assert connection.call(Verb.RESERVE, keys(connection, 1, hashes=hashes([100, 101])))[0] == 0
+        assert connection.call(Verb.LEASE, keys(connection, 2, hashes=hashes(range(KEYS))))[0] == 0
         for verb, id_ in ((Verb.SEAL, 1), (Verb.ABORT, 1), (Verb.RELEASE, 2)):
             other = b"\x08" + varint(value)
-            refused(lane, verb, other, NotFound)
+            refused(connection, verb, other, NotFound)
             if value:
-                refused(lane, verb, b"\x08" + varint(id_) + b"\x10" + varint(value), Invalid, match="outside")
-            refused(lane, verb, pb.Held(id=id_, index=[0] * 16_385), Invalid, match="16385")
-            refused(lane, verb, pb.Held(id=id_, index=[0] * 1_000_000), Invalid, match="1000000")
-            refused(lane, verb, pb.Held(id=id_, index=[0, 2**32 - 1]), Invalid)
-        refused(lane, Verb.SEAL, pb.Held(id=2), NotFound)
-        refused(lane, Verb.RELEASE, pb.Held(id=1), NotFound)
-        refused(lane, Verb.RESERVE, keys(lane, 1), Invalid, match="used before")
-        refused(lane, Verb.LEASE, keys(lane, 2), Invalid, match="used before")
-        assert lane.call(Verb.ABORT, pb.Held(id=1))[0] == lane.call(Verb.RELEASE, pb.Held(id=2))[0] == 0
+                refused(connection, verb, b"\x08" + varint(id_) + b"\x10" + varint(value), Invalid, match="outside")
+            refused(connection, verb, pb.Held(id=id_, index=[0] * 16_385), Invalid, match="16385")
+            refused(connection, verb, pb.Held(id=id_, index=[0] * 1_000_000), Invalid, match="1000000")
+            refused(connection, verb, pb.Held(id=id_, index=[0, 2**32 - 1]), Invalid)
+        refused(connection, Verb.SEAL, pb.Held(id=2), NotFound)
+        refused(connection, Verb.RELEASE, pb.Held(id=1), NotFound)
+        refused(connection, Verb.RESERVE, keys(connection, 1), Invalid, match="used before")
+        refused(connection, Verb.LEASE, keys(connection, 2), Invalid, match="used before")
+        assert connection.call(Verb.ABORT, pb.Held(id=1))[0] == connection.call(Verb.RELEASE, pb.Held(id=2))[0] == 0
         for verb in (Verb.SEAL, Verb.ABORT, Verb.RELEASE):
-            assert lane.call(verb, pb.Held(id=1))[0] == 0, "finished: saying it again is harmless"
+            assert connection.call(verb, pb.Held(id=1))[0] == 0, "finished: saying it again is harmless"
 
 
 @pytest.mark.parametrize("count", [16_385, 30_000])
 def test_too_many_keys_in_a_call(daemon: Daemon, count: int) -> None:
     many = hashes(range(count))
-    with Raw(daemon.socket) as lane:
+    with Raw(daemon.socket) as connection:
         for verb in (Verb.RESERVE, Verb.LEASE, Verb.DELETE, Verb.PREFETCH, Verb.FLUSH, Verb.PIN, Verb.UNPIN):
-            refused(lane, verb, keys(lane, hashes=many), Invalid, match=f"{count} keys in one call; the limit is 16384")
+            refused(
+                connection,
+                verb,
+                keys(connection, hashes=many),
+                Invalid,
+                match=f"{count} keys in one call; the limit is 16384",
+            )
         run = pb.Run(layer_hi=1, head_hi=1, hashes=many[: len(many) // 2 // 32 * 32])
         rest = pb.Run(layer_hi=1, head_hi=1, hashes=many[len(run.hashes) :])
         refused(
-            lane,
+            connection,
             Verb.LOOKUP,
-            pb.LookupRequest(handle=lane.handle, run=[run, rest]),
+            pb.LookupRequest(handle=connection.handle, run=[run, rest]),
             Invalid,
             match="the limit is 16384",
         )  # type: ignore[attr-defined]
-        assert lane.call(Verb.LOOKUP, pb.LookupRequest(handle=lane.handle, run=[run]))[0] == 0  # type: ignore[attr-defined]
+        assert connection.call(Verb.LOOKUP, pb.LookupRequest(handle=connection.handle, run=[run]))[0] == 0  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("runs", [257, 300, 200_000, 500_000])
 def test_too_many_runs_in_a_lookup(daemon: Daemon, runs: int) -> None:
-    with Raw(daemon.socket) as lane:
-        refused(lane, Verb.LOOKUP, lookup_message(lane).SerializeToString() + b"\x1a\x00" * runs, Invalid)
+    with Raw(daemon.socket) as connection:
+        refused(connection, Verb.LOOKUP, lookup_message(connection).SerializeToString() + b"\x1a\x00" * runs, Invalid)
 
 
 def test_bytes_of_the_wrong_length(daemon: Daemon) -> None:
-    with Raw(daemon.socket) as lane:
+    with Raw(daemon.socket) as connection:
         for verb in (Verb.RESERVE, Verb.LEASE, Verb.DELETE, Verb.PREFETCH, Verb.FLUSH, Verb.PIN, Verb.UNPIN):
             for size in (1, 31, 33, 63, 8):
-                refused(lane, verb, keys(lane, hashes=bytes(size)), Invalid, match="not a multiple of 32")
+                refused(connection, verb, keys(connection, hashes=bytes(size)), Invalid, match="not a multiple of 32")
             for size in (1, 31, 33, 64, 1000):
-                refused(lane, verb, keys(lane, context=bytes(size)), Invalid)
+                refused(connection, verb, keys(connection, context=bytes(size)), Invalid)
 
 
 def test_shapes_that_do_not_multiply_up(daemon: Daemon) -> None:
     right = MODEL.layout.extents().block_bytes
-    with Raw(daemon.socket) as lane:
+    with Raw(daemon.socket) as connection:
         for wrong in (right - 1, right + 1, right - 256, right * 2, 4096, 1, 2**40):
-            refused(lane, Verb.RESERVE, keys(lane, nbytes=wrong), Invalid, match=f"have {right} bytes, not {wrong}")
+            refused(
+                connection,
+                Verb.RESERVE,
+                keys(connection, nbytes=wrong),
+                Invalid,
+                match=f"have {right} bytes, not {wrong}",
+            )
         for range_ in (
             {"layer_hi": 2},
             {"head_hi": 2},
@@ -376,33 +407,36 @@ def test_shapes_that_do_not_multiply_up(daemon: Daemon) -> None:
             {"layer_lo": 1, "layer_hi": 0},
         ):
             for verb in (Verb.RESERVE, Verb.LEASE, Verb.DELETE):
-                refused(lane, verb, keys(lane, **range_), Invalid)
+                refused(connection, verb, keys(connection, **range_), Invalid)
 
 
 def test_ranges_without_end_cost_nothing(daemon: Daemon) -> None:
-    """A layout of many layers has a hundred million ranges. Asking for ever new ones must not fill the daemon's memory."""
+    """A layout of many layers has a hundred million ranges.
+
+    Asking for ever new ones must not fill the daemon's memory.
+    """
     wide = description(layout=attention(1000, 8, 8, engine_tokens=1, dtype="bf16"), model="wide")
-    with Raw(daemon.socket) as lane:
+    with Raw(daemon.socket) as connection:
         handle = pb.RegisterReply.FromString(
-            lane.call(Verb.REGISTER, pb.RegisterRequest(description=wide.canonical))[1]
+            connection.call(Verb.REGISTER, pb.RegisterRequest(description=wide.canonical))[1]
         ).handle
         for low in range(12):
             runs = [pb.Run(layer_lo=low, layer_hi=1000 - n, head_lo=n % 7, head_hi=n % 7 + 1) for n in range(256)]
-            assert lane.call(Verb.LOOKUP, pb.LookupRequest(handle=handle, run=runs))[0] == 0
+            assert connection.call(Verb.LOOKUP, pb.LookupRequest(handle=handle, run=runs))[0] == 0
         for n in range(300):
             message = pb.Keys(handle=handle, layer_lo=n, layer_hi=1000, head_hi=1, hashes=hashes([1]), id=1, nbytes=1)
-            assert lane.call(Verb.RESERVE, message)[0] == Invalid.code
-        assert lane.call(Verb.DROP, pb.DropRequest(name=wide.digest.hex()))[0] == 0
+            assert connection.call(Verb.RESERVE, message)[0] == Invalid.code
+        assert connection.call(Verb.DROP, pb.DropRequest(name=wide.digest.hex()))[0] == 0
 
 
 def test_what_a_session_may_not_hold(daemon: Daemon) -> None:
     arena = daemon.status()["arena_bytes"]
     too_many = arena // 4 // MODEL.layout.extents().slot_bytes + 1
-    with Raw(daemon.socket) as lane:
+    with Raw(daemon.socket) as connection:
         refused(
-            lane,
+            connection,
             Verb.RESERVE,
-            keys(lane, hashes=hashes(range(1000, 1000 + too_many))),
+            keys(connection, hashes=hashes(range(1000, 1000 + too_many))),
             Invalid,
             match="send fewer blocks a call",
         )
@@ -460,18 +494,18 @@ BAD_DESCRIPTIONS: dict[str, bytes] = {
 
 @pytest.mark.parametrize("kind", BAD_DESCRIPTIONS)
 def test_bad_descriptions_are_refused_by_name(daemon: Daemon, kind: str) -> None:
-    with Raw(daemon.socket) as lane:
-        refused(lane, Verb.REGISTER, pb.RegisterRequest(description=BAD_DESCRIPTIONS[kind]), Invalid)
-        refused(lane, Verb.EXPLAIN, pb.ExplainRequest(description=BAD_DESCRIPTIONS[kind]), Invalid)
+    with Raw(daemon.socket) as connection:
+        refused(connection, Verb.REGISTER, pb.RegisterRequest(description=BAD_DESCRIPTIONS[kind]), Invalid)
+        refused(connection, Verb.EXPLAIN, pb.ExplainRequest(description=BAD_DESCRIPTIONS[kind]), Invalid)
 
 
 def test_names_of_namespaces_that_are_none(daemon: Daemon) -> None:
-    with Raw(daemon.socket) as lane:
+    with Raw(daemon.socket) as connection:
         for name in ("", "abc", "../..", "%s%n", "\0", "g" * 64, "0" * 65, "A" * 8, "é" * 4, "0" * 100_000):
             for verb, message in ((Verb.SHOW, pb.ShowRequest(name=name)), (Verb.DROP, pb.DropRequest(name=name))):
-                refused(lane, verb, message, Invalid)
-            refused(lane, Verb.DIFF, pb.DiffRequest(stored=name, live=name), Invalid)
-        refused(lane, Verb.DROP, pb.DropRequest(name="0" * 64), NotFound)
+                refused(connection, verb, message, Invalid)
+            refused(connection, Verb.DIFF, pb.DiffRequest(stored=name, live=name), Invalid)
+        refused(connection, Verb.DROP, pb.DropRequest(name="0" * 64), NotFound)
 
 
 # Hellos
@@ -505,84 +539,92 @@ def test_odd_hellos_are_refused_and_what_they_passed_is_closed(
             stack.callback(os.close, fds[-1])
             stack.callback(os.close, fds[-2])
         for _ in range(5):
-            with Raw(daemon.socket, greet=False) as lane:
-                status, _ = lane.hello(message, fds)
+            with Raw(daemon.socket, greet=False) as connection:
+                status, _ = connection.hello(message, fds)
                 assert status == kind.code
-                closes(lane)
+                closes(connection)
         until(lambda: daemon.descriptors() <= before, "what was passed is closed")
 
 
 def test_hellos_with_descriptors_that_are_no_pidfd(daemon: Daemon) -> None:
-    """The kernel tells who connects, so whatever rides along is not needed: it is closed, and the session is the connecting process's."""
+    """The kernel tells who connects, so whatever rides along is not needed.
+
+    It is closed, and the session is the connecting process's.
+    """
     with ExitStack() as stack:
         fds = [stack.enter_context(open(os.devnull)).fileno(), *os.pipe(), os.pidfd_open(1)]
         for fd in fds[1:]:
             stack.callback(os.close, fd)
         before = daemon.descriptors()
         for some in ([], fds[:1], fds[1:2], fds, fds * 20):
-            with Raw(daemon.socket, greet=False) as lane:
-                status, reply = lane.hello(pb.HelloRequest(protocol=1, map=True), some)
+            with Raw(daemon.socket, greet=False) as connection:
+                status, reply = connection.hello(pb.HelloRequest(protocol=1, map=True), some)
                 assert status == 0
-                assert lane.fd is not None and pb.HelloReply.FromString(reply).arena_bytes == os.fstat(lane.fd).st_size
-                assert lane.call(Verb.LOOKUP, lookup_message(lane))[0] == 0
+                assert (
+                    connection.fd is not None
+                    and pb.HelloReply.FromString(reply).arena_bytes == os.fstat(connection.fd).st_size
+                )
+                assert connection.call(Verb.LOOKUP, lookup_message(connection))[0] == 0
                 for _ in range(3):  # later frames may carry descriptors too: the kernel drops them
-                    socket.send_fds(lane.sock, [frames.pack(Verb.STATUS, 9, 0, b"")], fds)
-                    assert lane.receive()[0] == 0
+                    socket.send_fds(connection.sock, [frames.pack(Verb.STATUS, 9, 0, b"")], fds)
+                    assert connection.receive()[0] == 0
                 until(lambda: daemon.descriptors() <= before + 2, "the socket and the pidfd are all that stays")
         until(lambda: daemon.descriptors() <= before, "all are closed")
 
 
 def test_a_first_frame_that_is_no_hello(daemon: Daemon) -> None:
     for verb in (0, Verb.LOOKUP, Verb.STATUS, Verb.DROP, 255):
-        with Raw(daemon.socket, greet=False) as lane:
-            lane.send(frames.pack(verb, 1, 0, b""))
-            said = outcome(lane)
+        with Raw(daemon.socket, greet=False) as connection:
+            connection.send(frames.pack(verb, 1, 0, b""))
+            said = outcome(connection)
             assert said is not None and said[0] is Invalid and "the first frame must be a hello" in said[1]
-            closes(lane)
-    with Raw(daemon.socket, greet=False) as lane:
-        lane.send(frames.pack(Verb.HELLO, 1, 0, b"\xff" * 10))
-        assert outcome(lane) == (Invalid, "the hello is not a HelloRequest")
-    with Raw(daemon.socket, greet=False) as lane:
-        lane.send(frames.pack(Verb.HELLO, 0, 0, pb.HelloRequest(protocol=1).SerializeToString()) + b"more")
-        assert outcome(lane) == (Invalid, "bytes after the frame: its answer comes first")
+            closes(connection)
+    with Raw(daemon.socket, greet=False) as connection:
+        connection.send(frames.pack(Verb.HELLO, 1, 0, b"\xff" * 10))
+        assert outcome(connection) == (Invalid, "the hello is not a HelloRequest")
+    with Raw(daemon.socket, greet=False) as connection:
+        connection.send(frames.pack(Verb.HELLO, 0, 0, pb.HelloRequest(protocol=1).SerializeToString()) + b"more")
+        assert outcome(connection) == (Invalid, "bytes after the frame: its answer comes first")
 
 
 # The arena
 
 
 def test_the_arena_can_be_neither_cut_nor_grown_nor_sealed(daemon: Daemon) -> None:
-    with Raw(daemon.socket, pb.HelloRequest(protocol=1, map=True)) as lane:
-        assert lane.fd is not None
-        for fd in (lane.fd, again := os.open(f"/proc/self/fd/{lane.fd}", os.O_RDWR)):
-            for size in (0, 4096, lane.arena_bytes - 4096, lane.arena_bytes + 4096, 2**40):
+    with Raw(daemon.socket, pb.HelloRequest(protocol=1, map=True)) as connection:
+        assert connection.fd is not None
+        for fd in (connection.fd, again := os.open(f"/proc/self/fd/{connection.fd}", os.O_RDWR)):
+            for size in (0, 4096, connection.arena_bytes - 4096, connection.arena_bytes + 4096, 2**40):
                 with pytest.raises(PermissionError):
                     os.ftruncate(fd, size)
             with pytest.raises(OSError):
-                os.pwrite(fd, b"x", lane.arena_bytes)  # beyond the end
+                os.pwrite(fd, b"x", connection.arena_bytes)  # beyond the end
             with pytest.raises(OSError):
-                os.posix_fallocate(fd, lane.arena_bytes, 4096)
+                os.posix_fallocate(fd, connection.arena_bytes, 4096)
             for seal in (1, 2, 4, 8, 16):  # seal, shrink, grow, write, future write
                 with pytest.raises(PermissionError):
                     fcntl.fcntl(fd, 1033, seal)
         os.close(again)
-        assert os.fstat(lane.fd).st_size == lane.arena_bytes
+        assert os.fstat(connection.fd).st_size == connection.arena_bytes
 
 
 def test_a_header_that_its_writer_changed_is_not_stored(daemon: Daemon) -> None:
-    with Raw(daemon.socket, pb.HelloRequest(protocol=1, map=True)) as lane:
-        assert lane.fd is not None
-        with mmap.mmap(lane.fd, lane.arena_bytes) as arena:
+    with Raw(daemon.socket, pb.HelloRequest(protocol=1, map=True)) as connection:
+        assert connection.fd is not None
+        with mmap.mmap(connection.fd, connection.arena_bytes) as arena:
             for at in (0, 8, 24, 40, 100, 200, 255):
                 id_ = at + 1
-                status, reply = lane.call(Verb.RESERVE, keys(lane, id_, hashes=hashes([500])))
+                status, reply = connection.call(Verb.RESERVE, keys(connection, id_, hashes=hashes([500])))
                 assert status == 0
                 offset = pb.Slots.FromString(reply).offset[0]
                 arena[offset + at] ^= 1
-                status, reply = lane.call(Verb.SEAL, pb.Held(id=id_))
+                status, reply = connection.call(Verb.SEAL, pb.Held(id=id_))
                 assert status != 0 and b"header" in reply
-                found = lane.call(
+                found = connection.call(
                     Verb.LOOKUP,
-                    pb.LookupRequest(handle=lane.handle, run=[pb.Run(layer_hi=1, head_hi=1, hashes=hashes([500]))]),
+                    pb.LookupRequest(
+                        handle=connection.handle, run=[pb.Run(layer_hi=1, head_hi=1, hashes=hashes([500]))]
+                    ),
                 )  # type: ignore[attr-defined]
                 assert list(pb.LookupReply.FromString(found[1]).known) == [0]
 
@@ -595,29 +637,31 @@ def test_strangers_that_say_nothing_are_closed_and_limited(daemon: Daemon) -> No
     with ExitStack() as stack, Raw(daemon.socket) as known:
         strangers = [stack.enter_context(Raw(daemon.socket, greet=False)) for _ in range(MAX_UNKNOWN)]
         beyond = [stack.enter_context(Raw(daemon.socket, greet=False)) for _ in range(20)]
-        for lane in beyond:
-            closes(lane)
+        for connection in beyond:
+            closes(connection)
         assert time.monotonic() - began < LIMIT
-        for n, lane in enumerate(strangers):
-            assert known.call(Verb.LOOKUP, lookup_message(known))[0] == 0, f"who is known goes on beside stranger {n}"
-            closes(lane)
+        for n, connection in enumerate(strangers):
+            assert known.call(Verb.LOOKUP, lookup_message(known))[0] == 0, (
+                f"a known client goes on beside unknown socket {n}"
+            )
+            closes(connection)
         assert time.monotonic() - began < 2 * LIMIT
-    with Raw(daemon.socket) as lane:
-        assert lane.call(Verb.STATUS, b"")[0] == 0
+    with Raw(daemon.socket) as connection:
+        assert connection.call(Verb.STATUS, b"")[0] == 0
 
 
 def test_strangers_that_drip_are_closed_too(daemon: Daemon) -> None:
     began = time.monotonic()
     hello = frames.pack(Verb.HELLO, 0, 0, pb.HelloRequest(protocol=1, session=bytes(900)).SerializeToString())
     with ExitStack() as stack:
-        lanes = [stack.enter_context(Raw(daemon.socket, greet=False)) for _ in range(40)]
+        connections = [stack.enter_context(Raw(daemon.socket, greet=False)) for _ in range(40)]
         sent = 0
-        while lanes:
-            for lane in list(lanes):
+        while connections:
+            for connection in list(connections):
                 try:
-                    lane.send(hello[sent : sent + 1])
+                    connection.send(hello[sent : sent + 1])
                 except (BrokenPipeError, ConnectionResetError):
-                    lanes.remove(lane)
+                    connections.remove(connection)
             sent += 1
             assert time.monotonic() - began < 2 * LIMIT
             time.sleep(0.1)
@@ -625,24 +669,24 @@ def test_strangers_that_drip_are_closed_too(daemon: Daemon) -> None:
 
 def test_a_client_that_takes_no_answers_is_closed(daemon: Daemon) -> None:
     large = description(layout=attention(900, 1, 8, engine_tokens=1, dtype="bf16"), model="large")
-    with Raw(daemon.socket) as lane:
-        assert lane.call(Verb.REGISTER, pb.RegisterRequest(description=large.canonical))[0] == 0
+    with Raw(daemon.socket) as connection:
+        assert connection.call(Verb.REGISTER, pb.RegisterRequest(description=large.canonical))[0] == 0
         show = frames.pack(Verb.SHOW, 1, 0, pb.ShowRequest(name=large.digest.hex()).SerializeToString())
         began = None
         try:
             for _ in range(200):
-                lane.send(show)
+                connection.send(show)
                 until(
-                    lambda: struct.unpack("i", fcntl.ioctl(lane.sock, termios.TIOCOUTQ, bytes(4)))[0] == 0,
+                    lambda: struct.unpack("i", fcntl.ioctl(connection.sock, termios.TIOCOUTQ, bytes(4)))[0] == 0,
                     "the frame is taken",
                     within=1.0,
                 )
         except AssertionError:
             began = time.monotonic()
         assert began is not None, "answers pile up somewhere"
-        until(lambda: not _open(lane.sock), "the daemon closes", within=LIMIT)
-    with Raw(daemon.socket) as lane:
-        assert lane.call(Verb.DROP, pb.DropRequest(name=large.digest.hex()))[0] == 0
+        until(lambda: not _open(connection.sock), "the daemon closes", within=LIMIT)
+    with Raw(daemon.socket) as connection:
+        assert connection.call(Verb.DROP, pb.DropRequest(name=large.digest.hex()))[0] == 0
 
 
 def _open(sock: socket.socket) -> bool:
@@ -660,7 +704,7 @@ def test_an_answer_that_cannot_be_delivered_is_taken_back(daemon: Daemon) -> Non
         handle = handle_of(first)
         sockets = daemon.status()["sockets"]
         for id_ in range(1, 40):
-            with Raw(daemon.socket, pb.HelloRequest(protocol=1, session=first.session)) as lane:
+            with Raw(daemon.socket, pb.HelloRequest(protocol=1, session=first.session)) as connection:
                 verb = Verb.RESERVE if id_ % 2 else Verb.LEASE
                 message = pb.Keys(
                     handle=handle,
@@ -670,7 +714,7 @@ def test_an_answer_that_cannot_be_delivered_is_taken_back(daemon: Daemon) -> Non
                     id=id_,
                     nbytes=MODEL.layout.extents().block_bytes,
                 )
-                lane.send(frames.pack(verb, 1, 0, message.SerializeToString()))
+                connection.send(frames.pack(verb, 1, 0, message.SerializeToString()))
         until(lambda: daemon.status()["sockets"] <= sockets + 1, "the sockets are gone")
         for id_ in range(1, 40):  # some answers were on their way before the close: these calls count
             first.call(Verb.ABORT if id_ % 2 else Verb.RELEASE, pb.Held(id=id_))
@@ -687,25 +731,28 @@ def test_one_process_with_many_sockets(daemon: Daemon) -> None:
 
 
 def test_large_frames_on_every_socket_of_a_session(daemon: Daemon) -> None:
-    """All of them stop just before their end; memory is for a few at a time, and the rest are refused or closed in their turn."""
+    """All of them stop just before their end.
+
+    Memory is for a few at a time, and the rest are refused or closed in their turn.
+    """
     frame = frames.pack(Verb.LOOKUP, 1, 0, bytes(MAX_BODY))[:-1]
     with ExitStack() as stack:
         first = stack.enter_context(Raw(daemon.socket))
-        lanes = [
+        connections = [
             stack.enter_context(Raw(daemon.socket, pb.HelloRequest(protocol=1, session=first.session)))
             for _ in range(MAX_SOCKETS - 1)
         ]
         began = time.monotonic()
 
-        def push(lane: Raw) -> None:
-            frames.set_timeouts(lane.sock, 3 * LIMIT, 3 * LIMIT)
+        def push(connection: Raw) -> None:
+            frames.set_timeouts(connection.sock, 3 * LIMIT, 3 * LIMIT)
             try:
-                lane.send(frame)
+                connection.send(frame)
             except OSError:
                 pass  # closed meanwhile
-            closes(lane, 3 * LIMIT)
+            closes(connection, 3 * LIMIT)
 
-        threads = [threading.Thread(target=push, args=(lane,)) for lane in lanes]
+        threads = [threading.Thread(target=push, args=(connection,)) for connection in connections]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -717,13 +764,13 @@ def test_large_frames_on_every_socket_of_a_session(daemon: Daemon) -> None:
 def test_large_calls_take_turns(daemon: Daemon) -> None:
     """Calls of half a megabyte from many threads at once are all answered."""
     answers = []
-    message = lambda lane: pb.LookupRequest(  # noqa: E731
-        handle=handle_of(lane), run=[pb.Run(layer_hi=1, head_hi=1, hashes=hashes(range(16_384)))]
+    message = lambda connection: pb.LookupRequest(  # noqa: E731
+        handle=handle_of(connection), run=[pb.Run(layer_hi=1, head_hi=1, hashes=hashes(range(16_384)))]
     )
 
     def ask() -> None:
-        with Raw(daemon.socket) as lane:
-            answers.append(lane.call(Verb.LOOKUP, message(lane))[0])
+        with Raw(daemon.socket) as connection:
+            answers.append(connection.call(Verb.LOOKUP, message(connection))[0])
 
     threads = [threading.Thread(target=ask) for _ in range(24)]
     for thread in threads:
@@ -767,8 +814,8 @@ REPEATER = """
 from kvtier.protocol.v1 import kvtier_pb2 as pb
 path = Path(ADDRESS.removeprefix("unix:"))
 def refused():
-    with Raw(path) as lane:
-        assert lane.call(200, b"")[0] == 2
+    with Raw(path) as connection:
+        assert connection.call(200, b"")[0] == 2
 def timed(times):
     began = time.monotonic()
     for _ in range(times):
@@ -776,14 +823,17 @@ def timed(times):
     return time.monotonic() - began
 first = timed(2)
 row = timed(20)
-with Raw(path) as lane:
-    assert lane.call(Verb.STATUS, b"")[0] == 0
+with Raw(path) as connection:
+    assert connection.call(Verb.STATUS, b"")[0] == 0
 say([first, row, timed(2)])
 """
 
 
 def test_a_process_that_goes_on_with_bad_input_is_answered_more_slowly(daemon: Daemon) -> None:
-    """Over as many connections as it likes; a good call ends the row, and the witness, another process's client, is answered as ever."""
+    """Over as many connections as it likes.
+
+    A good call ends the row, and the witness, another process's client, is answered as ever.
+    """
     with Peer(REPEATER, daemon) as peer:
         first, row, again = peer.hear()
     assert row > 20 * 0.08, "20 refusals in a row, most of which cost 100 ms"
@@ -795,7 +845,10 @@ def test_a_process_that_goes_on_with_bad_input_is_answered_more_slowly(daemon: D
 
 @pytest.mark.alone
 def test_a_full_arena_says_so_at_once() -> None:
-    """Two sessions hold all that a tenant may hold. Who comes then hears it without waiting, and goes on as soon as there is room."""
+    """Two sessions hold all that a tenant may hold.
+
+    Who comes then hears it without waiting, and goes on as soon as there is room.
+    """
     with Daemon(64 * MiB) as daemon, ExitStack() as stack:
         clients = [stack.enter_context(daemon.client()) for _ in range(3)]
         spaces = [client.register(description(MiB - 512)) for client in clients]

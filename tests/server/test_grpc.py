@@ -1,6 +1,9 @@
-"""The public door: clients that vanish or stand still, sizes at its limits, a daemon that dies and comes back, bytes that change on their way.
+"""The gRPC transport.
 
-Against real daemons, but where patience must be shortened: then a door in this process over a store of its own. TCP is loopback.
+Clients that vanish or stand still, sizes at its limits, restarts, bytes that change on their way.
+
+Against real daemons, but where patience must be shortened: then a server in this process over a store of its own. TCP
+is loopback.
 """
 
 from __future__ import annotations
@@ -35,15 +38,15 @@ from kvtier.server.sessions import Peer as PeerOf
 from kvtier.server.settings import Listen
 from kvtier.server.verbs import Service
 from tests.support.daemon import ROOT, Daemon, KiB, MiB, Peer, body, description, hashes, is_body, put, until
-from tests.support.doors import Doors, Knock, ends, method
 from tests.support.inside import Inside
+from tests.support.listeners import ListeningDaemon, RawGrpc, ends, method
 
 CODE = grpc.StatusCode
 
 
 @pytest.fixture(scope="module")
-def doors() -> Iterator[Doors]:
-    with Doors(256 * MiB) as daemon:
+def listening() -> Iterator[ListeningDaemon]:
+    with ListeningDaemon(256 * MiB) as daemon:
         yield daemon
 
 
@@ -51,7 +54,7 @@ def idle(daemon: Daemon, within: float = 5.0) -> dict[str, Any]:
     """Waits until no gRPC call is under way and nothing is held."""
     return until(
         lambda: (s := daemon.status())["grpc_calls"] == 0 and s["grpc_bulk_calls"] == 0 and s["held_bytes"] == 0 and s,
-        "the door is idle",
+        "the server is idle",
         within,
     )
 
@@ -60,36 +63,36 @@ def idle(daemon: Daemon, within: float = 5.0) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def long_value() -> Iterator[tuple[Doors, bytes, bytes]]:
+def long_value() -> Iterator[tuple[ListeningDaemon, bytes, bytes]]:
     """A daemon with 64 MiB to read in one call: (daemon, description, hashes)."""
     wanted = description(16 * MiB - HEADER_BYTES)
-    with Doors(512 * MiB) as daemon:
-        with daemon.way("unix", "") as client:
+    with ListeningDaemon(512 * MiB) as daemon:
+        with daemon.client_by("grpc-unix", "") as client:
             put(client, client.register(wanted), range(4), deadline=60)
         yield daemon, wanted.canonical, hashes(range(4))
 
 
 _READER = """
-from tests.support.doors import Knock, method
+from tests.support.listeners import RawGrpc, method
 from kvtier.protocol.v1 import kvtier_pb2 as pb
 target, canonical, raw, times, how = ARGS
-def begin(knock):
-    known = knock.register(bytes.fromhex(canonical))
-    request = pb.Keys(handle=known.handle, boot=known.boot, layer_hi=1, head_hi=1, hashes=bytes.fromhex(raw)).SerializeToString()
-    stream = knock.channel.unary_stream(method("Get"))(request, timeout=60)
+def begin(caller):
+    known = caller.register(bytes.fromhex(canonical))
+    request = pb.Keys(handle=known.handle, boot=known.boot, layer_hi=1, head_hi=1, hashes=bytes.fromhex(raw))
+    stream = caller.channel.unary_stream(method("Get"))(request.SerializeToString(), timeout=60)
     next(stream), next(stream), next(stream)  # the reply and two chunks
     return stream
 if how == "cancel":
-    with Knock(target) as knock:
+    with RawGrpc(target) as caller:
         for _ in range(times):
-            begin(knock).cancel()
+            begin(caller).cancel()
 else:
     # A child a get, forked before this process has used gRPC: a hundred interpreters would take a minute to start.
     for _ in range(times):
         reading, told = os.pipe()
         child = os.fork()
         if child == 0:
-            stream = begin(Knock(target))
+            stream = begin(RawGrpc(target))
             os.write(told, b"x")
             time.sleep(60)
         os.close(told)
@@ -102,11 +105,16 @@ say("done")
 
 
 @pytest.mark.parametrize("how", ["cancel", "kill"])
-def test_readers_that_vanish_take_no_thread_and_no_lease(long_value: tuple[Doors, bytes, bytes], how: str) -> None:
-    """KVB-12 a: 100 gets cancelled after two chunks, 100 whose process is killed; many more than there are places for gets."""
+def test_readers_that_vanish_take_no_thread_and_no_lease(
+    long_value: tuple[ListeningDaemon, bytes, bytes], how: str
+) -> None:
+    """KVB-12 a: 100 gets cancelled after two chunks, 100 whose process is killed.
+
+    Many more than there are places for gets.
+    """
     daemon, canonical, raw = long_value
     ns_of = description(16 * MiB - HEADER_BYTES)
-    with daemon.way("unix", "") as client:
+    with daemon.client_by("grpc-unix", "") as client:
         assert len(client.get(client.register(ns_of), raw, deadline=60)) == 4
         before = daemon.rss_anon()
         with Peer(_READER, daemon, f"unix:{daemon.socket}.grpc", canonical.hex(), raw.hex(), 100, how) as peer:
@@ -129,12 +137,12 @@ def test_readers_that_vanish_take_no_thread_and_no_lease(long_value: tuple[Doors
 
 @pytest.fixture
 def ajar(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[grpc_server.GrpcServer, str]]:
-    """A door in this process with patience for half a second, over a store of its own: (door, target)."""
+    """A server in this process with patience for half a second, over a store of its own: (server, target)."""
     monkeypatch.setattr(grpc_server, "STALL", 0.5)
     monkeypatch.setattr(in_flight, "PATIENCE", 0.5)
     with Inside(64 * MiB) as inside, tempfile.TemporaryDirectory() as directory:
         service = Service(inside.store, inside.sessions)
-        path = Path(directory) / "door.sock"
+        path = Path(directory) / "k.sock"
         made = grpc_server.GrpcServer(service, [Listen(path)], unix_peer=PeerOf("local", WRITE))
         made.start()
         try:
@@ -145,11 +153,14 @@ def ajar(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[grpc_server.GrpcServ
 
 
 def test_clients_that_stand_still_are_cut(ajar: tuple[grpc_server.GrpcServer, str]) -> None:
-    """A put that stops sending, a get that stops reading, a call whose message never comes: none keeps a thread or a slot."""
+    """A put that stops sending, a get that stops reading, a call whose message never comes.
+
+    None keeps a thread or a slot.
+    """
     made, target = ajar
     wanted = description(4 * MiB)
-    with Knock(target) as knock:
-        known = knock.register(wanted.canonical)
+    with RawGrpc(target) as caller:
+        known = caller.register(wanted.canonical)
         which = {"handle": known.handle, "boot": known.boot, "layer_hi": 1, "head_hi": 1}
         sums = [xxhash.xxh3_64_intdigest(body(n, 4 * MiB)) for n in range(3)]
         request = pb.PutRequest(
@@ -169,9 +180,9 @@ def test_clients_that_stand_still_are_cut(ajar: tuple[grpc_server.GrpcServer, st
             release.wait(30)
             yield b""
 
-        upload = knock.channel.stream_unary(method("Put"))
+        upload = caller.channel.stream_unary(method("Put"))
         assert pb.PutReply.FromString(upload(pieces(True), timeout=30)).known == 3
-        get = knock.channel.unary_stream(method("Get"))(
+        get = caller.channel.unary_stream(method("Get"))(
             pb.Keys(hashes=hashes(range(3)), **which).SerializeToString(), timeout=30
         )
         next(get)  # and no more: what is left does not fit what the transport buffers
@@ -180,7 +191,7 @@ def test_clients_that_stand_still_are_cut(ajar: tuple[grpc_server.GrpcServer, st
         stuck = [upload.future(pieces(False), timeout=30) for _ in range(3)]
         stuck += [
             upload.future(nothing(), timeout=30),
-            knock.channel.stream_unary(method("Lookup")).future(nothing(), timeout=30),
+            caller.channel.stream_unary(method("Lookup")).future(nothing(), timeout=30),
         ]
         try:
             for call in stuck:
@@ -191,7 +202,7 @@ def test_clients_that_stand_still_are_cut(ajar: tuple[grpc_server.GrpcServer, st
         assert made.gauges()["grpc_cut_total"] == 6
         with pytest.raises(grpc.RpcError):
             list(get)
-        assert knock.code(method("Status")) == (CODE.OK, "")
+        assert caller.code(method("Status")) == (CODE.OK, "")
 
 
 def test_a_clients_deadline_ends_the_call(ajar: tuple[grpc_server.GrpcServer, str]) -> None:
@@ -202,14 +213,14 @@ def test_a_clients_deadline_ends_the_call(ajar: tuple[grpc_server.GrpcServer, st
         release.wait(30)
         yield b""
 
-    with Knock(target) as knock:
-        call = knock.channel.stream_unary(method("Put")).future(nothing(), timeout=0.1)
+    with RawGrpc(target) as caller:
+        call = caller.channel.stream_unary(method("Put")).future(nothing(), timeout=0.1)
         assert call.exception(timeout=10).code() is CODE.DEADLINE_EXCEEDED
         until(lambda: made.gauges()["grpc_calls"] == 0, "the call ends", 5)
         release.set()
 
 
-def test_more_puts_and_gets_than_there_are_places_hear_full(doors: Doors) -> None:
+def test_more_puts_and_gets_than_there_are_places_hear_full(listening: ListeningDaemon) -> None:
     release = threading.Event()
 
     def nothing() -> Iterator[bytes]:
@@ -217,40 +228,43 @@ def test_more_puts_and_gets_than_there_are_places_hear_full(doors: Doors) -> Non
         yield b""
 
     def full(who: str, words: str) -> None:
-        said = ends(lambda: upload(nothing(), timeout=10, metadata=doors.bearer(who)))
+        said = ends(lambda: upload(nothing(), timeout=10, metadata=listening.bearer(who)))
         assert said == (CODE.RESOURCE_EXHAUSTED, f"full, retry: {words} are under way")
 
-    with Knock(doors.target) as knock:
-        upload = knock.channel.stream_unary(method("Put"))
+    with RawGrpc(listening.target) as caller:
+        upload = caller.channel.stream_unary(method("Put"))
         held = [
-            upload.future(nothing(), timeout=30, metadata=doors.bearer("acme-write"))
+            upload.future(nothing(), timeout=30, metadata=listening.bearer("acme-write"))
             for _ in range(grpc_server.MAX_TRANSFERS_EACH)
         ]
         until(
-            lambda: doors.status()["grpc_bulk_calls"] == grpc_server.MAX_TRANSFERS_EACH,
+            lambda: listening.status()["grpc_bulk_calls"] == grpc_server.MAX_TRANSFERS_EACH,
             "all places of the tenant are taken",
         )
         full("acme-write", f"{grpc_server.MAX_TRANSFERS_EACH} puts and gets of this tenant")
         left = grpc_server.MAX_TRANSFERS - grpc_server.MAX_TRANSFERS_EACH
-        held += [upload.future(nothing(), timeout=30, metadata=doors.bearer("other-write")) for _ in range(left)]
-        until(lambda: doors.status()["grpc_bulk_calls"] == grpc_server.MAX_TRANSFERS, "all places are taken")
+        held += [upload.future(nothing(), timeout=30, metadata=listening.bearer("other-write")) for _ in range(left)]
+        until(lambda: listening.status()["grpc_bulk_calls"] == grpc_server.MAX_TRANSFERS, "all places are taken")
         full("other-write", f"{grpc_server.MAX_TRANSFERS} puts and gets")
-        assert knock.code(method("Status"), b"", doors.bearer("acme-read")) == (
+        assert caller.code(method("Status"), b"", listening.bearer("acme-read")) == (
             CODE.OK,
             "",
         )  # small calls have threads of their own
         release.set()
         for call in held:
             call.cancel()
-    idle(doors)
+    idle(listening)
 
 
 # Sizes
 
 
-def test_sizes_up_to_the_largest_block_come_back_and_the_next_is_refused(doors: Doors) -> None:
-    """KVB-12 b: around a piece of 2 MiB, around gRPC's 4 MiB, and around the largest block; alone and in one call with others."""
-    with doors.way("tcp") as client:
+def test_sizes_up_to_the_largest_block_come_back_and_the_next_is_refused(listening: ListeningDaemon) -> None:
+    """KVB-12 b: around a piece of 2 MiB, around gRPC's 4 MiB, and around the largest block.
+
+    Alone and in one call with others.
+    """
+    with listening.client_by("grpc-tcp") as client:
         for edge in (2 * MiB, 4 * MiB, 16 * MiB):
             for nbytes in (edge - HEADER_BYTES - 16, edge - HEADER_BYTES, edge - HEADER_BYTES + 16, edge)[
                 : 2 if edge == 16 * MiB else 4
@@ -263,10 +277,10 @@ def test_sizes_up_to_the_largest_block_come_back_and_the_next_is_refused(doors: 
                         nbytes
                     )
                 client.delete(ns, hashes(range(3)))
-    with Knock(doors.target) as knock:
-        code, details = ends(lambda: knock.register(description(16 * MiB).canonical, doors.bearer("acme-write")))
+    with RawGrpc(listening.target) as caller:
+        code, details = ends(lambda: caller.register(description(16 * MiB).canonical, listening.bearer("acme-write")))
         if code is CODE.OK:  # the namespace may exist; no block of it may
-            known = knock.register(description(16 * MiB).canonical, doors.bearer("acme-write"))
+            known = caller.register(description(16 * MiB).canonical, listening.bearer("acme-write"))
             keys = pb.Keys(
                 handle=known.handle,
                 boot=known.boot,
@@ -277,8 +291,8 @@ def test_sizes_up_to_the_largest_block_come_back_and_the_next_is_refused(doors: 
             )
             first = rpc.message_chunk(pb.PutRequest(keys=keys, checksum=[0]))
             code, details = ends(
-                lambda: knock.channel.stream_unary(method("Put"))(
-                    iter([first]), timeout=30, metadata=doors.bearer("acme-write")
+                lambda: caller.channel.stream_unary(method("Put"))(
+                    iter([first]), timeout=30, metadata=listening.bearer("acme-write")
                 )
             )
         assert code is CODE.INVALID_ARGUMENT and str(16 * MiB) in details
@@ -294,10 +308,10 @@ def test_sizes_up_to_the_largest_block_come_back_and_the_next_is_refused(doors: 
     ],
 )
 def test_a_piece_above_its_limit_is_refused_by_name_and_the_channel_stays_good(
-    doors: Doors, nbytes: int, code: Any, words: str
+    listening: ListeningDaemon, nbytes: int, code: Any, words: str
 ) -> None:
-    with Knock(f"unix:{doors.socket}.grpc") as knock:
-        known = knock.register(description(8 * MiB).canonical)
+    with RawGrpc(f"unix:{listening.socket}.grpc") as caller:
+        known = caller.register(description(8 * MiB).canonical)
         keys = pb.Keys(
             handle=known.handle,
             boot=known.boot,
@@ -307,11 +321,11 @@ def test_a_piece_above_its_limit_is_refused_by_name_and_the_channel_stays_good(
             nbytes=8 * MiB + HEADER_BYTES,
         )
         messages = [rpc.message_chunk(pb.PutRequest(keys=keys, checksum=[0])), rpc.data_chunk(bytes(nbytes))]
-        upload = knock.channel.stream_unary(method("Put"))
+        upload = caller.channel.stream_unary(method("Put"))
         got, details = ends(lambda: upload(iter(messages), timeout=30))
         assert got is code and words in details
-        assert knock.code(method("Lookup"), bytes(nbytes))[0] in (CODE.INVALID_ARGUMENT, CODE.RESOURCE_EXHAUSTED)
-        assert knock.code(method("Status")) == (CODE.OK, "")
+        assert caller.code(method("Lookup"), bytes(nbytes))[0] in (CODE.INVALID_ARGUMENT, CODE.RESOURCE_EXHAUSTED)
+        assert caller.code(method("Status")) == (CODE.OK, "")
         good = body(1, 8 * MiB)
         request = pb.PutRequest(keys=keys, checksum=[xxhash.xxh3_64_intdigest(good)])
         pieces = [
@@ -319,7 +333,7 @@ def test_a_piece_above_its_limit_is_refused_by_name_and_the_channel_stays_good(
             *(rpc.data_chunk(good.data[at : at + CHUNK]) for at in range(0, 8 * MiB, CHUNK)),
         ]
         assert pb.PutReply.FromString(upload(iter(pieces), timeout=30)).known == 1
-    idle(doors)
+    idle(listening)
 
 
 @pytest.mark.parametrize(
@@ -337,9 +351,11 @@ def test_a_piece_above_its_limit_is_refused_by_name_and_the_channel_stays_good(
         (["no boot"], "goes with the boot number"),
     ],
 )
-def test_malformed_puts_are_refused_by_name_and_store_nothing(doors: Doors, messages: list[Any], words: str) -> None:
-    with Knock(f"unix:{doors.socket}.grpc") as knock:
-        known = knock.register(description(4096).canonical)
+def test_malformed_puts_are_refused_by_name_and_store_nothing(
+    listening: ListeningDaemon, messages: list[Any], words: str
+) -> None:
+    with RawGrpc(f"unix:{listening.socket}.grpc") as caller:
+        known = caller.register(description(4096).canonical)
         keys = pb.Keys(
             handle=known.handle, boot=known.boot, layer_hi=1, head_hi=1, hashes=hashes([77]), nbytes=4096 + HEADER_BYTES
         )
@@ -347,17 +363,17 @@ def test_malformed_puts_are_refused_by_name_and_store_nothing(doors: Doors, mess
         bootless = pb.PutRequest(keys=keys, checksum=[0])
         bootless.keys.boot = 0
         named = {"request": rpc.message_chunk(request), "no boot": rpc.message_chunk(bootless)}
-        before = doors.stored()
+        before = listening.stored()
         code, details = ends(
-            lambda: knock.channel.stream_unary(method("Put"))(iter([named.get(m, m) for m in messages]), timeout=10)
+            lambda: caller.channel.stream_unary(method("Put"))(iter([named.get(m, m) for m in messages]), timeout=10)
         )
         assert code is CODE.INVALID_ARGUMENT and words in details
-        assert doors.stored() == before
+        assert listening.stored() == before
 
 
-def test_a_body_other_than_its_checksum_is_not_stored(doors: Doors) -> None:
-    with Knock(f"unix:{doors.socket}.grpc") as knock:
-        known = knock.register(description(4096).canonical)
+def test_a_body_other_than_its_checksum_is_not_stored(listening: ListeningDaemon) -> None:
+    with RawGrpc(f"unix:{listening.socket}.grpc") as caller:
+        known = caller.register(description(4096).canonical)
         keys = pb.Keys(
             handle=known.handle,
             boot=known.boot,
@@ -371,23 +387,26 @@ def test_a_body_other_than_its_checksum_is_not_stored(doors: Doors) -> None:
             rpc.message_chunk(pb.PutRequest(keys=keys, checksum=sums)),
             *(rpc.data_chunk(body(n, 4096).data) for n in (81, 82)),
         ]
-        reply = pb.PutReply.FromString(knock.channel.stream_unary(method("Put"))(iter(messages), timeout=10))
+        reply = pb.PutReply.FromString(caller.channel.stream_unary(method("Put"))(iter(messages), timeout=10))
         assert reply.known == 0 and "checksum" in reply.reason
-    idle(doors)
-    assert doors.status()["reserved_blocks"] == 0
+    idle(listening)
+    assert listening.status()["reserved_blocks"] == 0
 
 
-def test_a_handle_of_another_life_is_stale(doors: Doors) -> None:
-    """A restarted daemon may give the same number to another namespace: a handle alone would bring another model's blocks."""
-    with Knock(f"unix:{doors.socket}.grpc") as knock:
-        known = knock.register(description(4096).canonical)
+def test_a_handle_of_another_life_is_stale(listening: ListeningDaemon) -> None:
+    """A restarted daemon may give the same number to another namespace.
+
+    A handle alone would bring another model's blocks.
+    """
+    with RawGrpc(f"unix:{listening.socket}.grpc") as caller:
+        known = caller.register(description(4096).canonical)
         for verb in ("Prefetch", "Flush", "Delete", "Pin", "Unpin", "Get"):
             keys = pb.Keys(
                 handle=known.handle, boot=known.boot ^ 2, layer_hi=1, head_hi=1, hashes=hashes([1])
             ).SerializeToString()
-            assert knock.code(method(verb), keys, streaming=True)[0] is CODE.FAILED_PRECONDITION, verb
+            assert caller.code(method(verb), keys, streaming=True)[0] is CODE.FAILED_PRECONDITION, verb
             keys = pb.Keys(handle=known.handle, layer_hi=1, head_hi=1, hashes=hashes([1])).SerializeToString()
-            assert knock.code(method(verb), keys, streaming=True)[0] is CODE.INVALID_ARGUMENT, verb
+            assert caller.code(method(verb), keys, streaming=True)[0] is CODE.INVALID_ARGUMENT, verb
         run = pb.Run(layer_hi=1, head_hi=1, hashes=hashes([1]))
         for boot, code in (
             (known.boot, CODE.OK),
@@ -395,7 +414,7 @@ def test_a_handle_of_another_life_is_stale(doors: Doors) -> None:
             (known.boot ^ 2, CODE.FAILED_PRECONDITION),
         ):
             request = pb.LookupRequest(handle=known.handle, boot=boot, run=[run])
-            assert knock.code(method("Lookup"), request.SerializeToString())[0] is code
+            assert caller.code(method("Lookup"), request.SerializeToString())[0] is code
 
 
 # A daemon that comes and goes
@@ -404,9 +423,10 @@ def test_a_handle_of_another_life_is_stale(doors: Doors) -> None:
 def test_puts_recover_after_a_kill_with_one_client_all_along() -> None:
     """KVB-11 a, scaled: puts at 50 a second, kill -9, a while without a daemon, start on the same port.
 
-    Nothing succeeds in between, every call keeps its deadline, attempts to connect stay few, and puts succeed again within 5 s.
+    Nothing succeeds in between, every call keeps its deadline, attempts to connect stay few, and puts succeed again
+    within 5 s.
     """
-    with Doors() as daemon, daemon.way("tcp") as client:
+    with ListeningDaemon() as daemon, daemon.client_by("grpc-tcp") as client:
         ns = client.register(description(4096))
         done: list[tuple[float, float, int, str]] = []  # began, took, stored, reason
         stop = threading.Event()
@@ -461,8 +481,8 @@ def closing_listener(port: int, seconds: float) -> int:
     return came
 
 
-def test_the_pings_of_our_client_agree_with_the_door() -> None:
-    """KVB-11 b, the settings: what we send is never more often than what the door suffers, whatever the interval."""
+def test_the_pings_of_our_client_agree_with_the_server() -> None:
+    """KVB-11 b, the settings: what we send is never more often than what the server accepts, whatever the interval."""
     for ping in (rpc.PING, 1.0):
         client, server = dict(rpc.client_options(ping)), dict(rpc.server_options(ping))
         assert client["grpc.keepalive_time_ms"] >= 2 * server["grpc.http2.min_ping_interval_without_data_ms"]
@@ -474,9 +494,12 @@ def test_the_pings_of_our_client_agree_with_the_door() -> None:
 
 @pytest.mark.long
 def test_an_idle_connection_is_pinged_and_stays(tmp_path: Path) -> None:
-    """KVB-11 b, live, with pings each second (gRPC's client sends none more often): idle while five are sent, then a get.
+    """KVB-11 b, live, with pings each second (gRPC's client sends none more often).
 
-    The third ping that comes too soon ends a connection: the control is a door that suffers one only every two seconds.
+    Idle while five are sent, then a get.
+
+    The third ping that comes too soon ends a connection: the control is a server that accepts one only every two
+    seconds.
     """
     ping = 1.0
     with Inside() as inside:
@@ -488,22 +511,22 @@ def test_an_idle_connection_is_pinged_and_stays(tmp_path: Path) -> None:
             for name, expected in (("agreed", ping), ("strict", 6 * ping))
         }
         states: dict[str, list[grpc.ChannelConnectivity]] = {name: [] for name in made}
-        knocks = {name: Knock(f"unix:{tmp_path / name}", options=rpc.client_options(ping)) for name in made}
+        callers = {name: RawGrpc(f"unix:{tmp_path / name}", options=rpc.client_options(ping)) for name in made}
         try:
-            for name, knock in knocks.items():
+            for name, caller in callers.items():
                 made[name].start()
-                knock.unary(method("Status"))
-                knock.channel.subscribe(states[name].append, try_to_connect=False)
-                knock.unary(method("Status"))
+                caller.unary(method("Status"))
+                caller.channel.subscribe(states[name].append, try_to_connect=False)
+                caller.unary(method("Status"))
             time.sleep(5.5 * ping)
-            known = knocks["agreed"].register(description(4096).canonical)
+            known = callers["agreed"].register(description(4096).canonical)
             keys = pb.Keys(handle=known.handle, boot=known.boot, layer_hi=1, head_hi=1, hashes=hashes([1]))
-            assert knocks["agreed"].code(method("Get"), keys.SerializeToString(), streaming=True) == (CODE.OK, "")
+            assert callers["agreed"].code(method("Get"), keys.SerializeToString(), streaming=True) == (CODE.OK, "")
             until(lambda: set(states["strict"]) - {grpc.ChannelConnectivity.READY}, "the control is sent away", 10)
             assert set(states["agreed"]) == {grpc.ChannelConnectivity.READY}
         finally:
-            for knock in knocks.values():
-                knock.channel.close()
+            for caller in callers.values():
+                caller.channel.close()
             for one in made.values():
                 one.close()
 
@@ -531,17 +554,17 @@ say(client.lookup(ns, hashes([1]), deadline=10))
 """
 
 
-def test_where_grpc_does_not_survive_a_fork_the_child_hears_misses_in_time(doors: Doors) -> None:
-    """With gRPC's own fork handlers switched off its threads are missing in the child, where a bare call would hang for ever."""
+def test_where_grpc_does_not_survive_a_fork_the_child_hears_misses_in_time(listening: ListeningDaemon) -> None:
+    """Without gRPC's own fork handlers its threads are missing in the child, where a bare call would never end."""
     environment = {**os.environ, "GRPC_ENABLE_FORK_SUPPORT": "0"}
-    with Peer(_FORKED, doors, f"grpc+unix:{doors.socket}.grpc", env=environment) as peer:
+    with Peer(_FORKED, listening, f"grpc+unix:{listening.socket}.grpc", env=environment) as peer:
         (first, why, took), (second, then, quick) = peer.hear()
         assert (first, second) == (0, 0) and "no answer within" in why and "did not survive the fork" in then
         assert took < 5 and quick < 0.5
         assert peer.hear() == 1
 
 
-def test_a_client_of_the_lane_does_without_grpc() -> None:
+def test_a_client_of_the_unix_transport_does_without_grpc() -> None:
     """Importing gRPC takes longer than the rest together, and engines that fork want none of its threads."""
     program = "import sys, kvtier; kvtier.Client('unix:/nowhere').close(); print('grpc' in sys.modules)"
     done = subprocess.run(
@@ -550,7 +573,7 @@ def test_a_client_of_the_lane_does_without_grpc() -> None:
     assert done.stdout == "False\n"
 
 
-# A lane that cannot be mapped
+# An arena that cannot be mapped
 
 
 _NO_ROOM = """
@@ -573,7 +596,7 @@ client.close()
 """
 
 
-def test_a_lane_that_cannot_be_mapped_gives_way_to_grpc_and_is_tried_again() -> None:
+def test_an_arena_that_cannot_be_mapped_gives_way_to_grpc_and_is_tried_again() -> None:
     with Daemon(f"{4 * 1024}MiB") as daemon, Peer(_NO_ROOM, daemon) as peer:
         seen, remote, _ = peer.hear()
         assert seen == [True] * 4 and remote
@@ -586,7 +609,10 @@ def test_a_lane_that_cannot_be_mapped_gives_way_to_grpc_and_is_tried_again() -> 
 
 
 class Tampering:
-    """A TCP relay that flips one bit in the first run of 64 equal bytes that comes from the daemon while `armed`. A context manager."""
+    """A TCP relay that flips one bit in the first run of 64 equal bytes that comes from the daemon while `armed`.
+
+    A context manager.
+    """
 
     def __init__(self, port: int) -> None:
         self.armed = threading.Event()
@@ -643,12 +669,15 @@ class Tampering:
             pass
 
 
-def test_a_block_that_changes_on_its_way_is_a_miss_and_is_counted(doors: Doors) -> None:
-    """TCP's own checksum does not see a broken relay; ours does. What came before the broken block is kept, the rest is asked for again."""
+def test_a_block_that_changes_on_its_way_is_a_miss_and_is_counted(listening: ListeningDaemon) -> None:
+    """TCP's own checksum does not see a broken relay; ours does.
+
+    What came before the broken block is kept, the rest is asked for again.
+    """
     nbytes = 64 * KiB
     with (
-        Tampering(doors.port) as relay,
-        Client(f"grpc://127.0.0.1:{relay.port}", token=doors.tokens["acme-write"]) as client,
+        Tampering(listening.port) as relay,
+        Client(f"grpc://127.0.0.1:{relay.port}", token=listening.tokens["acme-write"]) as client,
     ):
         ns = client.register(description(nbytes, model="org/tampered"))
         marked = [body(0, nbytes), body(1, nbytes), np.full(nbytes, 0xA5, np.uint8), body(3, nbytes)]
@@ -666,8 +695,11 @@ def test_a_block_that_changes_on_its_way_is_a_miss_and_is_counted(doors: Doors) 
 # Other languages: stubs that know nothing of our framing
 
 
-def test_generated_stubs_understand_the_door(doors: Doors, tmp_path: Path) -> None:
-    """What grpc_tools makes of the proto, as it would for any language: messages go through protobuf on the client's side."""
+def test_generated_stubs_understand_the_server(listening: ListeningDaemon, tmp_path: Path) -> None:
+    """What grpc_tools makes of the proto, as it would for any language.
+
+    Messages go through protobuf on the client's side.
+    """
     command = [
         sys.executable,
         "-m",
@@ -686,9 +718,9 @@ def test_generated_stubs_understand_the_door(doors: Doors, tmp_path: Path) -> No
     nbytes = 5 * MiB
     bodies = [body(n, nbytes).tobytes() for n in range(3)]
     wanted = description(nbytes, model="org/stubs")
-    with grpc.insecure_channel(doors.target) as channel:
+    with grpc.insecure_channel(listening.target) as channel:
         stub = stubs.KvtierStub(channel)
-        call: dict[str, Any] = {"metadata": doors.bearer("acme-admin"), "timeout": 30}
+        call: dict[str, Any] = {"metadata": listening.bearer("acme-admin"), "timeout": 30}
         known = stub.Register(pb.RegisterRequest(description=wanted.canonical), **call)
         keys = pb.Keys(handle=known.handle, boot=known.boot, layer_hi=1, head_hi=1, hashes=hashes(range(3)))
         lookup = pb.LookupRequest(
@@ -724,23 +756,8 @@ def test_generated_stubs_understand_the_door(doors: Doors, tmp_path: Path) -> No
         assert stub.DiffNamespaces(pb.DiffRequest(stored=name, live=name), **call).line == []
         assert name in {info.description.hex() for info in stub.ListNamespaces(pb.ListRequest(), **call).namespace}
         assert stub.Explain(pb.ExplainRequest(description=wanted.canonical), **call).nearest == known.description
-        assert json.loads(stub.Status(pb.StatusRequest(check_integrity=True), **call).json)["pid"] == doors.pid
+        assert json.loads(stub.Status(pb.StatusRequest(check_integrity=True), **call).json)["pid"] == listening.pid
         assert stub.Delete(keys, **call).n == 3
         assert stub.SetTtl(pb.TtlRequest(name=name, seconds=60), **call).ttl == 60
         assert stub.DropNamespace(pb.DropRequest(name=name), **call).n == 0
         assert ends(lambda: stub.Lookup(lookup, **call))[0] is CODE.FAILED_PRECONDITION
-
-
-@pytest.mark.parametrize("size", [0, 1, 127, 128, 16383, 16384, CHUNK])
-def test_our_framing_is_that_of_protobuf(size: int) -> None:
-    raw = os.urandom(size)
-    assert pb.Chunk.FromString(rpc.data_chunk(raw)) == pb.Chunk(data=raw)
-    assert rpc.data_chunk(raw) == pb.Chunk(data=raw).SerializeToString()
-    request = pb.GetTrailer(checksum=range(size // 8))
-    assert rpc.message_chunk(request) == pb.Chunk(message=request.SerializeToString()).SerializeToString()
-    for made, is_message, inside in ((pb.Chunk(data=raw), False, raw), (pb.Chunk(message=raw), True, raw)):
-        assert rpc.open_chunk(made.SerializeToString()) == (is_message, inside)
-    long_length = b"\x0a" + bytes([size >> shift & 0x7F | 0x80 for shift in (0, 7, 14, 21)]) + b"\0" + raw
-    assert rpc.open_chunk(long_length) == (False, raw)
-    unknown_field = pb.Chunk(data=raw).SerializeToString() + b"\x78\x01"
-    assert rpc.open_chunk(unknown_field) == (False, raw)

@@ -1,4 +1,7 @@
-"""The HTTP pages: live and ready are different answers, a dead thread is not ready, strangers cannot stop them, `/metrics` may ask for a token."""
+"""The HTTP pages.
+
+Live and ready are different answers, a dead thread is not ready, silent connections do not stop them, tokens.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from kvtier.server.lifecycle import Daemon as Life
 from kvtier.server.settings import Config, Listen
 from tests.server.test_metrics import Watched, fetch, free_port
 from tests.support.daemon import Daemon, MiB, until
-from tests.support.doors import pki, write_private
+from tests.support.listeners import pki, write_private
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +72,10 @@ def test_a_dead_transport_is_not_ready(tmp_path: Path) -> None:
 
 
 def test_not_ready_before_the_arena_and_after_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the first step of the arena is being backed the health pages answer: live, not ready, nothing to export yet."""
+    """While the first step of the arena is being backed the health pages answer.
+
+    Live, not ready, nothing to export yet.
+    """
     port, going = free_port(), threading.Event()
     original = metrics.Exporter.__init__
     daemon = Life(Config(tmp_path / "k.sock", 8 * MiB, metrics=Listen(host="127.0.0.1", port=port)))
@@ -145,7 +151,10 @@ def test_what_is_no_request_is_refused(daemon: Watched) -> None:
 
 @pytest.mark.long
 def test_half_open_connections_do_not_stop_the_pages_for_long() -> None:
-    """More silent connections than there are places: each is cut after a while, and beyond the places they are closed at once."""
+    """More silent connections than there are places.
+
+    Each is cut after a while, and beyond the places they are closed at once.
+    """
     with endpoint({"/live": (False, lambda: Page(200, b"live\n"))}) as port:
         silent = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(MAX_CONNECTIONS + 5)]
         try:
@@ -194,7 +203,10 @@ def test_a_daemon_says_nothing_over_tcp_unless_it_is_told(tmp_path: Path) -> Non
 
 
 def test_off_loopback_the_pages_are_locked(tmp_path: Path) -> None:
-    """TLS with the daemon's certificate; `/metrics` for bearers of a token, health for everyone who speaks TLS; plain text hears nothing."""
+    """TLS with the daemon's certificate; `/metrics` for bearers of a token, health for everyone who speaks TLS.
+
+    Plain text hears nothing.
+    """
     port = free_port()
     secret, line = issue("prometheus", "ops", "read")
     tokens = write_private(tmp_path / "tokens", line + "\n")

@@ -1,4 +1,7 @@
-"""The daemon's beginning and end: what it refuses at the start, and how it ends whatever its clients are doing. Exit codes: `test_config`."""
+"""The daemon's beginning and end: what it refuses at the start, and how it ends whatever its clients are doing.
+
+Exit codes: `test_config`.
+"""
 
 from __future__ import annotations
 
@@ -89,25 +92,25 @@ def test_the_end_is_clean_whatever_clients_hold_or_do(number: signal.Signals) ->
 def test_calls_that_got_in_are_answered_before_the_end(daemon: Daemon) -> None:
     large = frames.pack(Verb.LOOKUP, 1, 0, b"")
     with ExitStack() as stack:
-        lanes = [stack.enter_context(Raw(daemon.socket)) for _ in range(12)]
-        for lane in lanes:
+        connections = [stack.enter_context(Raw(daemon.socket)) for _ in range(12)]
+        for connection in connections:
             handle = pb.RegisterReply.FromString(
-                lane.call(Verb.REGISTER, pb.RegisterRequest(description=description(4096).canonical))[1]
+                connection.call(Verb.REGISTER, pb.RegisterRequest(description=description(4096).canonical))[1]
             ).handle
             run = pb.Run(layer_hi=1, head_hi=1, hashes=hashes(range(16_000)))
             large = frames.pack(Verb.LOOKUP, 7, 0, pb.LookupRequest(handle=handle, run=[run]).SerializeToString())
-        senders = [threading.Thread(target=lane.send, args=(large,)) for lane in lanes]
+        senders = [threading.Thread(target=connection.send, args=(large,)) for connection in connections]
         for sender in senders:
             sender.start()
         for sender in senders:
             sender.join(PATIENCE)
         assert daemon.process is not None
         daemon.process.send_signal(signal.SIGTERM)
-        for lane in lanes:
-            status, request, _, _ = lane.receive()
+        for connection in connections:
+            status, request, _, _ = connection.receive()
             assert (status, request) == (0, 7)
             with pytest.raises((frames.Closed, ConnectionError)):
-                lane.receive()
+                connection.receive()
         assert daemon.process.wait(END) == 0
     daemon.start()
 
@@ -155,8 +158,8 @@ def test_daemons_that_start_at_the_same_moment_leave_one() -> None:
             until(lambda: sum(process.poll() is None for process in processes) == 1, "one is left")
             assert [process.returncode for process in processes if process.returncode is not None] == [3] * 3
             until(lambda: daemon.socket.exists(), "it serves")
-            with Raw(daemon.socket) as lane:
-                assert lane.call(Verb.STATUS, b"")[0] == 0
+            with Raw(daemon.socket) as connection:
+                assert connection.call(Verb.STATUS, b"")[0] == 0
         finally:
             for process in processes:
                 process.terminate()
@@ -267,14 +270,14 @@ def test_running_out_of_descriptors_is_survived(daemon: Daemon) -> None:
             resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (daemon.descriptors() + 6, 4096))
             crowd = []
             for _ in range(40):
-                lane = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                stack.callback(lane.close)
-                lane.setblocking(False)
+                connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                stack.callback(connection.close)
+                connection.setblocking(False)
                 try:
-                    lane.connect(str(daemon.socket))
+                    connection.connect(str(daemon.socket))
                 except BlockingIOError:
                     break
-                crowd.append(lane)
+                crowd.append(connection)
             for _ in range(20):
                 assert client.lookup(ns, hashes(range(4))) == 4, "who is connected goes on"
             until(lambda: "accepting fails" in daemon.log.read_text(), "the log says so")

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import socket
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Any
 
-import pytest
-
-from kvtier.server.logs import JsonFormatter, TextFormatter, fields
 from kvtier.server.settings import SETTINGS
-from kvtier.server.systemd import notify, watchdog_seconds
 from tests.support.daemon import MiB, die_with_parent, read_line
 from tests.support.paths import ROOT
 
@@ -88,8 +81,10 @@ def test_exit_code_3_for_an_address_that_is_taken(tmp_path: Path) -> None:
 def test_exit_code_4_for_memory_that_is_not_there(tmp_path: Path) -> None:
     """A limit on the address space stands for a machine that has less than it promised."""
     program = (
-        "import resource, sys; from kvtier.server.main import main; resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30));"
-        f"sys.argv = ['kvtier-server', '--socket', {str(tmp_path / 'k.sock')!r}, '--arena-bytes', '4GiB', '--grpc', 'off']; main()"
+        "import resource, sys; from kvtier.server.main import main; "
+        "resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30)); "
+        f"sys.argv = ['kvtier-server', '--socket', {str(tmp_path / 'k.sock')!r}, "
+        "'--arena-bytes', '4GiB', '--grpc', 'off']; main()"
     )
     found = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=False
@@ -116,7 +111,7 @@ class Manager:
 
 
 def test_a_life_as_a_service(tmp_path: Path) -> None:
-    """READY only when calls are accepted, the watchdog fed, SIGHUP survived, SIGTERM answered with STOPPING and exit code 0; every line parses."""
+    """READY when calls are accepted, watchdog, SIGHUP, SIGTERM with STOPPING and exit code 0; every line parses."""
     manager = Manager(tmp_path)
     sock = tmp_path / "k.sock"
     environment = {**os.environ, "NOTIFY_SOCKET": str(manager.path), "WATCHDOG_USEC": "200000"}
@@ -156,59 +151,3 @@ def test_a_life_as_a_service(tmp_path: Path) -> None:
         "stopped",
     ]
     assert all({"time", "level", "module", "event"} <= set(line) and line["level"] == "info" for line in lines)
-
-
-def test_nobody_listens_is_no_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
-    monkeypatch.delenv("WATCHDOG_USEC", raising=False)
-    assert not notify("READY=1") and watchdog_seconds() is None
-    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "absent"))
-    monkeypatch.setenv("WATCHDOG_USEC", "3000000")
-    monkeypatch.setenv("WATCHDOG_PID", "1")
-    assert not notify("READY=1") and watchdog_seconds() is None
-    monkeypatch.delenv("WATCHDOG_PID")
-    assert watchdog_seconds() == 1.5
-
-
-# --- log lines
-
-
-def record(event: str, **values: Any) -> logging.LogRecord:
-    made = logging.LogRecord("kvtier.server.unix", logging.WARNING, "", 0, event, (), None)
-    made.created, made.msecs = 1.25, 250.0
-    made.__dict__.update(fields(**values))
-    return made
-
-
-def test_a_line_is_key_value_or_json() -> None:
-    said = record("namespace dropped", tenant="a b", blocks=3, path=Path("/x"), hostile='"\n level=error event=forged')
-    text = TextFormatter().format(said)
-    assert text.startswith(
-        'time=1970-01-01T00:00:01.250Z level=warning module=server.unix event="namespace dropped" tenant="a b" blocks=3 path=/x'
-    )
-    assert "\n" not in text and 'hostile="\\"\\n level=error' in text, (
-        "what a caller sends cannot begin a line or a field"
-    )
-    parsed = json.loads(JsonFormatter().format(said))
-    assert (
-        parsed["blocks"] == 3
-        and parsed["tenant"] == "a b"
-        and parsed["path"] == "/x"
-        and parsed["event"] == "namespace dropped"
-    )
-
-
-def test_an_exception_stays_on_its_line() -> None:
-    try:
-        raise ValueError("broken\nline")
-    except ValueError:
-        said = record("verb failed")
-        said.exc_info = sys.exc_info()
-    assert "\n" not in TextFormatter().format(said) and "ValueError" in TextFormatter().format(said)
-    assert "ValueError" in json.loads(JsonFormatter().format(said))["exception"]
-
-
-def test_time_is_utc_with_milliseconds() -> None:
-    said = record("x")
-    said.created, said.msecs = time.time(), 7.0
-    assert json.loads(JsonFormatter().format(said))["time"].endswith(".007Z")

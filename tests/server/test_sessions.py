@@ -1,4 +1,7 @@
-"""Sessions: ids, repeats, subsets, caps of what is open; what a socket's or a process's end does; limbo; and KVB-18 as far as it reaches here."""
+"""Sessions: ids, repeats, subsets, caps of what is open; what a socket's or a process's end does; limbo.
+
+And KVB-18 as far as it reaches here.
+"""
 
 from __future__ import annotations
 
@@ -590,13 +593,16 @@ def test_the_end_of_a_process_returns_what_all_its_sessions_held(inside: Inside,
     )
     inside.check()
     assert survivor.held_bytes == 11 * SLOT and inside.sessions.watched(survivor)
-    inside.sessions.leave(sessions[0])  # its lane thread finds out later
+    inside.sessions.leave(sessions[0])  # the thread of its socket finds out later
     inside.sessions.leave(survivor)
     assert survivor.limbo and inside.sessions.alive()
 
 
 def test_the_number_of_a_dead_processs_pidfd_cannot_end_a_living_session(inside: Inside, space: Space) -> None:
-    """The watcher wakes for a dead process. Before it can look, the last socket leaves, the pidfd is closed, and its number names a new process."""
+    """The watcher wakes for a dead process.
+
+    Before it can look, the last socket leaves, the pidfd is closed, and its number names a new process.
+    """
     dying, living = inside.process(), inside.process()
     session = inside.session_of(dying)
     number = inside.sessions._pidfds[session.id]
@@ -730,7 +736,10 @@ def test_kvb_18_iii_fetched_ten_and_cancelled(budget: Inside) -> None:
 
 
 def test_kvb_18_iv_a_release_names_a_lease_so_another_salt_cannot_occur(budget: Inside) -> None:
-    """Keys, ranges and salts are given when a lease is made. A release gives its id: a wrong one is an error, and frees nothing of anybody's."""
+    """Keys, ranges and salts are given when a lease is made.
+
+    A release gives its id: a wrong one is an error, and frees nothing of anybody's.
+    """
     client, _, _ = pin_all(budget)
     other = budget.session()
     other.lease(2, budget.space().keys([0]))

@@ -274,7 +274,7 @@ def test_the_memory_limit_is_the_least_of_all_control_groups(tmp_path: Path) -> 
     assert settings._cgroup_limits(tmp_path / "fs", own) == []
 
 
-# --- locks
+# --- credentials
 
 
 def test_tcp_needs_a_token_and_the_network_needs_tls(tmp_path: Path) -> None:

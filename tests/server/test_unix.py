@@ -1,7 +1,8 @@
 """What happens when either end goes: sessions, limbo, restarts, silence and fork, with real processes.
 
-The rule under test: a slot that a process could still read or write is never reused, and everything it held comes back, once, when its process ends
-or says that it is done. A client meets the daemon's death, restart or silence with misses, never with an error, a stall or someone else's bytes.
+The rule under test: a slot that a process could still read or write is never reused, and everything it held comes back,
+once, when its process ends or says that it is done. A client meets the daemon's death, restart or silence with misses,
+never with an error, a stall or someone else's bytes.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ for n, slot in enumerate(fill, 1000):
     slot[:] = body(n, 60_000)
 say("holding")
 def whole():
-    return all(is_body(view, n) for n, view in enumerate(lease)) and all(is_body(slot, n) for n, slot in enumerate(fill, 1000))
+    read = all(is_body(view, n) for n, view in enumerate(lease))
+    return read and all(is_body(slot, n) for n, slot in enumerate(fill, 1000))
 def cut():
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -179,16 +181,16 @@ def test_a_lost_socket_is_not_a_lost_session(daemon: Daemon) -> None:
 # Sessions by hand
 
 
-def reserve(lane: Raw, handle: int, id_: int, numbers: range) -> tuple[int, bytes]:
+def reserve(connection: Raw, handle: int, id_: int, numbers: range) -> tuple[int, bytes]:
     extents = space().layout.extents()
-    return lane.call(
+    return connection.call(
         Verb.RESERVE,
         pb.Keys(handle=handle, layer_hi=1, head_hi=1, hashes=hashes(numbers), id=id_, nbytes=extents.block_bytes),
     )
 
 
-def register(lane: Raw) -> int:
-    status, reply = lane.call(Verb.REGISTER, pb.RegisterRequest(description=space().canonical))
+def register(connection: Raw) -> int:
+    status, reply = connection.call(Verb.REGISTER, pb.RegisterRequest(description=space().canonical))
     assert status == 0
     return pb.RegisterReply.FromString(reply).handle
 
@@ -231,7 +233,8 @@ from kvtier.errors import Denied
 from kvtier.protocol.v1 import kvtier_pb2 as pb
 os.setgid(ARGS[2])
 os.setuid(ARGS[2])
-for hello in (pb.HelloRequest(protocol=1, session=bytes.fromhex(ARGS[0])), pb.HelloRequest(protocol=1, drained=[bytes.fromhex(ARGS[0])])):
+session = bytes.fromhex(ARGS[0])
+for hello in (pb.HelloRequest(protocol=1, session=session), pb.HelloRequest(protocol=1, drained=[session])):
     for _ in range(ARGS[1]):
         try:
             Raw(Path(ADDRESS.removeprefix("unix:")), hello).close()
@@ -272,9 +275,9 @@ def test_hellos_that_nobody_waits_for_leave_no_session(daemon: Daemon) -> None:
     with Raw(daemon.socket) as mine:
         for hello in (pb.HelloRequest(protocol=1, map=True), pb.HelloRequest(protocol=1, session=mine.session)):
             for _ in range(150):
-                lane = Raw(daemon.socket, greet=False)
-                lane.send(frames.pack(Verb.HELLO, 0, 0, hello.SerializeToString()))
-                lane.close()
+                connection = Raw(daemon.socket, greet=False)
+                connection.send(frames.pack(Verb.HELLO, 0, 0, hello.SerializeToString()))
+                connection.close()
         until(
             lambda: (s := daemon.status())["sessions"] == 2 and s["sockets"] == 2, "only mine and the asker's are left"
         )
@@ -290,7 +293,7 @@ def test_sockets_that_use_one_id_at_the_same_time_lose_no_slot(daemon: Daemon) -
         extents = space().layout.extents()
         with Raw(daemon.socket, pb.HelloRequest(protocol=1, session=a.session)) as b:
             for id_ in range(1, 200):
-                for lane, first in ((a, 1000), (b, 2000)):
+                for connection, first in ((a, 1000), (b, 2000)):
                     keys = pb.Keys(
                         handle=handle,
                         layer_hi=1,
@@ -299,8 +302,8 @@ def test_sockets_that_use_one_id_at_the_same_time_lose_no_slot(daemon: Daemon) -
                         id=id_,
                         nbytes=extents.block_bytes,
                     )
-                    lane.send(frames.pack(Verb.RESERVE, id_, 0, keys.SerializeToString()))
-                codes = sorted(lane.receive()[0] for lane in (a, b))
+                    connection.send(frames.pack(Verb.RESERVE, id_, 0, keys.SerializeToString()))
+                codes = sorted(connection.receive()[0] for connection in (a, b))
                 assert codes == [0, 2], "one wins, the other made a mistake"
                 b.request = a.request = id_
                 assert a.call(Verb.ABORT, pb.Held(id=id_))[0] == 0
@@ -529,7 +532,10 @@ def test_a_long_silence_costs_the_session_no_sockets(daemon: Daemon) -> None:
 
 @contextmanager
 def server(answer: Callable[[socket.socket], None]) -> Iterator[tuple[str, list[float]]]:
-    """A listener that is no daemon: `answer` gets each accepted socket. Yields its address and the moments of the connections so far."""
+    """A listener that is no daemon: `answer` gets each accepted socket.
+
+    Yields its address and the moments of the connections so far.
+    """
     with (
         tempfile.TemporaryDirectory(prefix="kvtier-test-") as directory,
         socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener,
@@ -631,7 +637,10 @@ def test_attempts_to_connect_are_bounded_and_jittered() -> None:
 
 
 def test_a_daemon_of_another_version_is_refused(daemon: Daemon) -> None:
-    """A proxy changes the digest that the daemon computed: client and daemon must not disagree about what a namespace is."""
+    """A proxy changes the digest that the daemon computed.
+
+    Client and daemon must not disagree about what a namespace is.
+    """
 
     def proxy(near: socket.socket) -> None:
         with (
@@ -675,6 +684,6 @@ def test_a_daemon_of_another_version_is_refused(daemon: Daemon) -> None:
 def test_errors_come_back_as_what_they_are(daemon: Daemon) -> None:
     with pytest.raises(Unavailable):
         Client(f"unix:{daemon.directory}/nobody").status()
-    with Raw(daemon.socket) as lane:
-        assert lane.call(Verb.SEAL, pb.Held(id=5))[0] == NotFound.code
-        assert lane.call(Verb.DROP, pb.DropRequest(name="abcd"))[0] in (NotFound.code, Denied.code)
+    with Raw(daemon.socket) as connection:
+        assert connection.call(Verb.SEAL, pb.Held(id=5))[0] == NotFound.code
+        assert connection.call(Verb.DROP, pb.DropRequest(name="abcd"))[0] in (NotFound.code, Denied.code)

@@ -257,13 +257,13 @@ def test_on_the_ssd_what_is_cold_goes_and_what_is_warm_counts_as_used(
 # --- a real daemon
 
 
-@pytest.fixture(params=["lane", "grpc"])
+@pytest.fixture(params=["unix", "grpc"])
 def way(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 def reach(daemon: Daemon, way: str) -> Client:
-    return daemon.client() if way == "lane" else Patient(f"grpc+unix:{daemon.socket}.grpc")
+    return daemon.client() if way == "unix" else Patient(f"grpc+unix:{daemon.socket}.grpc")
 
 
 def test_a_daemon_forgets_in_the_background(way: str) -> None:

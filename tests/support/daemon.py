@@ -261,8 +261,8 @@ class Daemon:
         """Gauges and counters, asked on a connection of its own (counted in `sessions` and `sockets`)."""
         if check_integrity:
             time.sleep(0.05)  # it is exact while no call is under way, and a release may be: nobody waits for its end
-        with Raw(self.socket) as lane:
-            status, reply = lane.call(Verb.STATUS, pb.StatusRequest(check_integrity=check_integrity))
+        with Raw(self.socket) as connection:
+            status, reply = connection.call(Verb.STATUS, pb.StatusRequest(check_integrity=check_integrity))
         assert status == 0, f"{from_code(status, reply.decode())!r}; log: {self.log.read_text()[-4000:]}"
         answer: dict[str, Any] = json.loads(pb.StatusReply.FromString(reply).json)
         return answer
@@ -293,9 +293,9 @@ class Daemon:
         """
         self.quiet()
         self.status(check_integrity=True)
-        with Raw(self.socket) as lane:
-            for info in pb.ListReply.FromString(lane.call(Verb.LIST, b"")[1]).namespace:
-                status, reply = lane.call(Verb.DROP, pb.DropRequest(name=info.namespace.hex()))
+        with Raw(self.socket) as connection:
+            for info in pb.ListReply.FromString(connection.call(Verb.LIST, b"")[1]).namespace:
+                status, reply = connection.call(Verb.DROP, pb.DropRequest(name=info.namespace.hex()))
                 assert status == 0, reply
         left = self.status(check_integrity=True)
         assert left["known_blocks"] == left["used_bytes"] == left["namespaces"] == 0
@@ -341,12 +341,16 @@ def read_line(fd: int, within: float) -> str:
 
 
 class Raw:
-    """One lane socket, spoken by hand. Reads have a deadline of `PATIENCE`; nothing is checked but what the caller
-    checks.
+    """One socket of the Unix transport, spoken by hand.
+
+    Reads have a deadline of `PATIENCE`; nothing is checked but what the caller checks.
     """
 
     def __init__(self, path: Path, hello: pb.HelloRequest | None = None, *, greet: bool = True) -> None:
-        """Connects; says hello (a new session that maps nothing) unless told not to. `fd` is the arena's, if it came."""
+        """Connects; says hello (a new session that maps nothing) unless told not to.
+
+        `fd` is the arena's, if it came.
+        """
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         frames.set_timeouts(self.sock, PATIENCE, PATIENCE)
         self.buffer = memoryview(bytearray(frames.HEADER.size + frames.MAX_BODY))

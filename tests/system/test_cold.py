@@ -34,9 +34,9 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
         yield made
 
 
-@pytest.fixture(params=["lane", "grpc"])
+@pytest.fixture(params=["unix", "grpc"])
 def client(request: pytest.FixtureRequest, daemon: Daemon) -> Iterator[Client]:
-    with daemon.client() if request.param == "lane" else Patient(f"grpc+unix:{daemon.socket}.grpc") as made:
+    with daemon.client() if request.param == "unix" else Patient(f"grpc+unix:{daemon.socket}.grpc") as made:
         yield made
 
 

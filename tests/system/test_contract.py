@@ -1,7 +1,7 @@
-"""What every way to the daemon does alike: one body of tests over the lane, gRPC on a Unix socket, gRPC on TCP with a token, and the same with TLS.
+"""What all transports do alike: the same tests over the Unix transport and gRPC on a Unix socket, on TCP and with TLS.
 
-All against real daemons; whichever way is used, the caller is tenant `acme`, so that what one way stores the others see. Where the ways differ by
-nature (a lease over gRPC is a copy, and holds nothing) the test says so.
+All against real daemons; over each the caller is tenant `acme`, so that what one stores the others see. Where they
+differ by nature (a lease over gRPC is a copy, and holds nothing) the test says so.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvtier.errors import Denied, Invalid, KvtierError, NotFound
 from kvtier.format.identity import request_context
 from kvtier.format.layout import Range, attention
 from tests.support.daemon import MiB, Peer, body, description, hashes, is_body, put, until
-from tests.support.doors import WAYS, Doors, pki
+from tests.support.listeners import TRANSPORTS, ListeningDaemon, pki
 
 ARENA = 64 * MiB
 NBYTES = 4096
@@ -28,21 +28,21 @@ _numbers = itertools.count(1)
 
 
 @pytest.fixture(scope="module")
-def daemons() -> Iterator[tuple[Doors, Doors]]:
-    """One daemon for the lane, Unix and TCP, and one with TLS. Unix peers are tenant acme."""
+def daemons() -> Iterator[tuple[ListeningDaemon, ListeningDaemon]]:
+    """One daemon for the Unix transport and for gRPC on Unix and TCP, and one with TLS. Unix peers are tenant acme."""
     everyone = "--user=any acme admin"
-    with Doors(ARENA, everyone) as plain, Doors(ARENA, everyone, tls=pki().server) as tls:
+    with ListeningDaemon(ARENA, everyone) as plain, ListeningDaemon(ARENA, everyone, tls=pki().server) as tls:
         yield plain, tls
 
 
-@pytest.fixture(params=WAYS)
-def way(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(params=TRANSPORTS)
+def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture
-def daemon(daemons: tuple[Doors, Doors], way: str) -> Iterator[Doors]:
-    daemon = daemons[way == "tls"]
+def daemon(daemons: tuple[ListeningDaemon, ListeningDaemon], transport: str) -> Iterator[ListeningDaemon]:
+    daemon = daemons[transport == "grpc-tls"]
     yield daemon
     until(
         lambda: (
@@ -55,8 +55,8 @@ def daemon(daemons: tuple[Doors, Doors], way: str) -> Iterator[Doors]:
 
 
 @pytest.fixture
-def client(daemon: Doors, way: str) -> Iterator[Client]:
-    with daemon.way(way) as client:
+def client(daemon: ListeningDaemon, transport: str) -> Iterator[Client]:
+    with daemon.client_by(transport) as client:
         yield client
 
 
@@ -97,7 +97,7 @@ def test_a_body_may_be_any_buffer(client: Client, ns: RegisteredNamespace, kind:
     assert is_body(client.get(ns, hashes([7]))[0], 7)
 
 
-def test_putting_twice_changes_nothing(client: Client, ns: RegisteredNamespace, daemon: Doors) -> None:
+def test_putting_twice_changes_nothing(client: Client, ns: RegisteredNamespace, daemon: ListeningDaemon) -> None:
     put(client, ns, range(3))
     before = daemon.stored()
     other = [np.zeros(NBYTES, np.uint8)] * 3
@@ -153,10 +153,10 @@ def test_sizes_around_a_piece(client: Client, nbytes: int) -> None:
     client.delete(ns, hashes(range(2)))
 
 
-def test_one_way_in_another_way_out(daemons: tuple[Doors, Doors], way: str) -> None:
-    daemon = daemons[way == "tls"]
+def test_one_way_in_another_way_out(daemons: tuple[ListeningDaemon, ListeningDaemon], transport: str) -> None:
+    daemon = daemons[transport == "grpc-tls"]
     wanted = description(NBYTES, model=f"org/contract-{next(_numbers)}")
-    with daemon.way(way) as writer, daemon.client() as reader:
+    with daemon.client_by(transport) as writer, daemon.client() as reader:
         put(writer, writer.register(wanted), range(3))
         got = reader.get(reader.register(wanted), hashes(range(3)))
         assert [is_body(one, n) for n, one in enumerate(got)] == [True] * 3
@@ -165,7 +165,7 @@ def test_one_way_in_another_way_out(daemons: tuple[Doors, Doors], way: str) -> N
 # --- leases and fills
 
 
-def test_a_lease_is_read_only_and_holds_its_bytes(client: Client, ns: RegisteredNamespace, way: str) -> None:
+def test_a_lease_is_read_only_and_holds_its_bytes(client: Client, ns: RegisteredNamespace, transport: str) -> None:
     put(client, ns, range(4))
     with client.lease(ns, hashes(range(4))) as blocks:
         assert len(blocks) == 4 and blocks.reason == "" and blocks.stop == 0
@@ -173,7 +173,7 @@ def test_a_lease_is_read_only_and_holds_its_bytes(client: Client, ns: Registered
         assert [is_body(view, n) for n, view in zip((1, 2), blocks[1:3], strict=True)] == [True] * 2
         with pytest.raises(ValueError, match="read-only"):
             blocks[0][0] = 1
-        assert client.status()["leased_blocks"] == (4 if way == "lane" else 0)  # over gRPC: private copies
+        assert client.status()["leased_blocks"] == (4 if transport == "unix" else 0)  # over gRPC: private copies
         assert client.delete(ns, hashes(range(4))) == 4
         assert [is_body(view, n) for n, view in enumerate(blocks)] == [True] * 4
     assert client.lookup(ns, hashes(range(4))) == 0
@@ -323,7 +323,7 @@ def test_there_is_no_lower_tier(client: Client, ns: RegisteredNamespace) -> None
     ],
 )
 def test_a_callers_mistake_raises(
-    client: Client, ns: RegisteredNamespace, daemon: Doors, call: Any, words: str
+    client: Client, ns: RegisteredNamespace, daemon: ListeningDaemon, call: Any, words: str
 ) -> None:
     client.lookup(ns, hashes([1]))
     before = daemon.stored()
@@ -339,7 +339,7 @@ def test_a_block_above_the_largest_is_refused_by_name(client: Client) -> None:
     assert client.status()["pid"]
 
 
-def test_full_is_an_answer_and_passes(client: Client, daemon: Doors, way: str) -> None:
+def test_full_is_an_answer_and_passes(client: Client, daemon: ListeningDaemon, transport: str) -> None:
     """Two other clients of the tenant hold all that it may; then there is room again."""
     wanted = description(MiB - 256, model=f"org/contract-{next(_numbers)}")
     with daemon.client() as one, daemon.client() as two:
@@ -364,14 +364,14 @@ def test_full_is_an_answer_and_passes(client: Client, daemon: Doors, way: str) -
     put(client, mine, range(8), deadline=30)
 
 
-@pytest.mark.parametrize("way", ["unix", "tcp", "tls"], indirect=True)
-def test_roles_and_tenants(daemon: Doors, way: str) -> None:
+@pytest.mark.parametrize("transport", ["grpc-unix", "grpc-tcp", "grpc-tls"], indirect=True)
+def test_roles_and_tenants(daemon: ListeningDaemon, transport: str) -> None:
     """By token: readers read, writers write, admins drop and pin; what belongs to another tenant is not there."""
     wanted = description(NBYTES, model=f"org/contract-{next(_numbers)}")
     with (
-        daemon.way(way, "acme-read") as reader,
-        daemon.way(way, "acme-write") as writer,
-        daemon.way(way, "other-write") as other,
+        daemon.client_by(transport, "acme-read") as reader,
+        daemon.client_by(transport, "acme-write") as writer,
+        daemon.client_by(transport, "other-write") as other,
     ):
         ns = writer.register(wanted)
         put(writer, ns, [1])
@@ -401,12 +401,14 @@ def test_roles_and_tenants(daemon: Doors, way: str) -> None:
 # --- a daemon that is not there
 
 
-def test_an_absent_daemon_is_a_miss(daemons: tuple[Doors, Doors], way: str) -> None:
-    """Nothing raises but what is for people, everything ends within its deadline, and the same client works when the daemon is back."""
+def test_an_absent_daemon_is_a_miss(daemons: tuple[ListeningDaemon, ListeningDaemon], transport: str) -> None:
+    """Only calls for people raise, all end within their deadline, and the client works when the daemon is back."""
     wanted = description(NBYTES, model=f"org/contract-{next(_numbers)}")
     with (
-        Doors(ARENA, "--user=any acme admin", tls=pki().server if way == "tls" else None) as daemon,
-        daemon.way(way) as client,
+        ListeningDaemon(
+            ARENA, "--user=any acme admin", tls=pki().server if transport == "grpc-tls" else None
+        ) as daemon,
+        daemon.client_by(transport) as client,
     ):
         ns = client.register(wanted)
         put(client, ns, [1])
@@ -431,7 +433,9 @@ def comes_back(client: Client, ns: RegisteredNamespace) -> None:
 
 
 @pytest.mark.alone
-def test_a_daemon_that_stands_still_is_a_miss_in_time(daemon: Doors, client: Client, ns: RegisteredNamespace) -> None:
+def test_a_daemon_that_stands_still_is_a_miss_in_time(
+    daemon: ListeningDaemon, client: Client, ns: RegisteredNamespace
+) -> None:
     put(client, ns, [1])
     with daemon.stopped():
         for call in (
@@ -445,8 +449,8 @@ def test_a_daemon_that_stands_still_is_a_miss_in_time(daemon: Doors, client: Cli
     comes_back(client, ns) if client.lookup(ns, hashes([1]), deadline=5) == 0 else None
 
 
-def test_a_closed_client_answers_misses(daemon: Doors, way: str) -> None:
-    client = daemon.way(way)
+def test_a_closed_client_answers_misses(daemon: ListeningDaemon, transport: str) -> None:
+    client = daemon.client_by(transport)
     ns = client.register(description(NBYTES, model=f"org/contract-{next(_numbers)}"))
     put(client, ns, [1])
     client.close()
@@ -456,8 +460,8 @@ def test_a_closed_client_answers_misses(daemon: Doors, way: str) -> None:
 
 
 _FORKS = """
-address, locks, model, busy = ARGS
-client = Client(address, **locks)
+address, credentials, model, busy = ARGS
+client = Client(address, **credentials)
 ns = client.register(description(4096, model=model))
 put(client, ns, range(3))
 if busy:
@@ -490,12 +494,12 @@ say([ended, client.lookup(ns, hashes([9]), deadline=60)])
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
-def test_a_fork_child_has_a_connection_of_its_own(daemon: Doors, way: str, busy: bool) -> None:
+def test_a_fork_child_has_a_connection_of_its_own(daemon: ListeningDaemon, transport: str, busy: bool) -> None:
     """Also where other threads are in calls while the process forks."""
     environment = {name: value for name, value in os.environ.items() if name != "GRPC_ENABLE_FORK_SUPPORT"}
-    address, locks = daemon.address_of(way)
+    address, credentials = daemon.address_of(transport)
     model = f"org/contract-{next(_numbers)}"
-    with Peer(_FORKS, daemon, address, locks, model, busy, env=environment) as peer:
+    with Peer(_FORKS, daemon, address, credentials, model, busy, env=environment) as peer:
         assert peer.hear(110) == [
             [0] * 5,
             1,

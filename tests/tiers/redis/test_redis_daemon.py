@@ -52,12 +52,12 @@ def right(bodies: list[object], numbers: range) -> bool:
 # --- two daemons on one Redis
 
 
-@pytest.mark.parametrize("transport", ["lane", "grpc"])
+@pytest.mark.parametrize("transport", ["unix", "grpc"])
 def test_what_one_daemon_put_the_other_serves_under_its_namespace_only(server: Server, transport: str) -> None:
     with over(server) as one, over(server) as two, one.client() as writer:
         ns = writer.register(description(BODY))
         settle(writer, ns, range(60))
-        with two.client() if transport == "lane" else Patient(f"grpc+unix:{two.socket}.grpc") as reader:
+        with two.client() if transport == "unix" else Patient(f"grpc+unix:{two.socket}.grpc") as reader:
             mine, other = reader.register(description(BODY)), reader.register(description(BODY, revision="2" * 40))
             assert reader.lookup(mine, hashes(range(61))) == 60
             assert reader.lookup(other, hashes(range(60))) == 0 and len(reader.get(other, hashes(range(3)))) == 0
@@ -69,12 +69,12 @@ def test_what_one_daemon_put_the_other_serves_under_its_namespace_only(server: S
             assert reader.lookup(mine, hashes(range(200, 210))) == 0, "and says no to what nobody has"
 
 
-@pytest.mark.parametrize("transport", ["lane", "grpc"])
+@pytest.mark.parametrize("transport", ["unix", "grpc"])
 def test_a_get_needs_no_lookup_before(server: Server, transport: str) -> None:
     with over(server) as one, over(server) as two, one.client() as writer:
         ns = writer.register(description(BODY))
         settle(writer, ns, range(40))
-        with two.client() if transport == "lane" else Patient(f"grpc+unix:{two.socket}.grpc") as reader:
+        with two.client() if transport == "unix" else Patient(f"grpc+unix:{two.socket}.grpc") as reader:
             found = reader.get(reader.register(description(BODY)), hashes(range(50)))
             assert right(found, range(40)) and "miss" in found.reason, (len(found), found.reason)
 

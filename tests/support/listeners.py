@@ -1,4 +1,4 @@
-"""Daemons whose public door is open in every way, and how to knock: for the tests of gRPC, tokens and TLS.
+"""Daemons that listen for every transport, and bare callers: for the tests of gRPC, tokens and TLS.
 
 TCP listeners are on loopback. Certificates come from throwaway authorities, one set for a whole test run.
 """
@@ -22,7 +22,7 @@ from kvtier.protocol.v1 import kvtier_pb2 as pb
 from kvtier.server.access import issue
 from tests.support.daemon import Daemon, MiB
 
-WAYS = ("lane", "unix", "tcp", "tls")
+TRANSPORTS = ("unix", "grpc-unix", "grpc-tcp", "grpc-tls")
 
 
 def free_port() -> int:
@@ -76,8 +76,8 @@ def pki() -> Pki:
     )
 
 
-class Doors(Daemon):
-    """A daemon that listens on the lane, on a gRPC Unix socket and on a TCP port of loopback, with tokens of every role in two tenants.
+class ListeningDaemon(Daemon):
+    """A daemon on all transports: Unix, gRPC on a Unix socket, on TCP of loopback; tokens of every role in two tenants.
 
     `tls`: a certificate and key for TCP; `client_ca`: whose clients it takes; `port`: where it listens.
     """
@@ -114,28 +114,31 @@ class Doors(Daemon):
     def target(self) -> str:
         return f"127.0.0.1:{self.port}"
 
-    def address_of(self, way: str, who: str = "acme-admin") -> tuple[str, dict[str, str]]:
-        """What a client by one of `WAYS` is made of: address, and the locks it must open. `who` is empty for no token."""
-        if way == "lane":
-            return self.address, {}
-        locks = {"token": self.tokens[who]} if who else {}
-        if way == "unix":
-            return f"grpc+unix:{self.socket}.grpc", locks
-        if way == "tcp":
-            return f"grpc://{self.target}", locks
-        return f"grpcs://{self.target}", {"ca": str(pki().good.ca), **locks}
+    def address_of(self, transport: str, who: str = "acme-admin") -> tuple[str, dict[str, str]]:
+        """What a client by one of `TRANSPORTS` is made of: address, and its credentials.
 
-    def way(self, way: str, who: str = "acme-admin", **more: str) -> Client:
-        """A client by one of `WAYS`."""
-        address, locks = self.address_of(way, who)
-        return Client(address, **{**locks, **more})
+        `who` is empty for no token.
+        """
+        if transport == "unix":
+            return self.address, {}
+        credentials = {"token": self.tokens[who]} if who else {}
+        if transport == "grpc-unix":
+            return f"grpc+unix:{self.socket}.grpc", credentials
+        if transport == "grpc-tcp":
+            return f"grpc://{self.target}", credentials
+        return f"grpcs://{self.target}", {"ca": str(pki().good.ca), **credentials}
+
+    def client_by(self, transport: str, who: str = "acme-admin", **more: str) -> Client:
+        """A client by one of `TRANSPORTS`."""
+        address, credentials = self.address_of(transport, who)
+        return Client(address, **{**credentials, **more})
 
     def bearer(self, who: str) -> tuple[tuple[str, str], ...]:
         """Call metadata that holds a token."""
         return (("authorization", f"Bearer {self.tokens[who]}"),)
 
 
-class Knock:
+class RawGrpc:
     """A bare gRPC channel, without our client: methods by name, raw messages. A context manager."""
 
     def __init__(self, target: str, credentials: Any = None, options: list[tuple[str, Any]] | None = None) -> None:
@@ -144,7 +147,7 @@ class Knock:
             grpc.secure_channel(target, credentials, options) if credentials else grpc.insecure_channel(target, options)
         )
 
-    def __enter__(self) -> Knock:
+    def __enter__(self) -> RawGrpc:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,4 +1,4 @@
-"""The locks of the public door: what strangers hear, what each role may do, certificates, and files that change while the daemon runs.
+"""Who may call over gRPC: no token, what each role may do, certificates, files that change while the daemon runs.
 
 All against real daemons; TCP is loopback.
 """
@@ -33,23 +33,23 @@ from kvtier.server.access import Tokens, issue
 from kvtier.server.settings import Listen, load
 from kvtier.server.verbs import Service
 from tests.support.daemon import ROOT, Daemon, MiB, description, hashes, put, until
-from tests.support.doors import Doors, Knock, method, pki, write_private
 from tests.support.inside import Inside
+from tests.support.listeners import ListeningDaemon, RawGrpc, method, pki, write_private
 
 CODE = grpc.StatusCode
 
 
 @pytest.fixture(scope="module")
-def doors() -> Iterator[Doors]:
-    with Doors() as daemon:
+def listening() -> Iterator[ListeningDaemon]:
+    with ListeningDaemon() as daemon:
         yield daemon
 
 
-# Strangers
+# Callers without a token
 
 
 def methods() -> list[str]:
-    """Every method of the door, from the descriptors."""
+    """Every method of the server, from the descriptors."""
     pool = descriptor_pool.Default()
     assert health_pb2.DESCRIPTOR and reflection_pb2.DESCRIPTOR
     services = [pool.FindServiceByName(name) for name in (rpc.SERVICE, grpc_server.HEALTH, grpc_server.REFLECTION)]
@@ -68,7 +68,7 @@ NEEDS = {
 }
 
 
-def listening(pid: int) -> tuple[list[str], list[str]]:
+def sockets_of(pid: int) -> tuple[list[str], list[str]]:
     """(TCP and UDP sockets, Unix sockets) that a process has bound."""
     inodes = {
         os.readlink(f"/proc/{pid}/fd/{fd}")[8:-1]
@@ -89,7 +89,7 @@ def listening(pid: int) -> tuple[list[str], list[str]]:
 def test_by_default_it_listens_on_unix_sockets_that_are_its_users_own() -> None:
     """KVB-23."""
     with Daemon() as daemon:
-        internet, unix = listening(daemon.pid)
+        internet, unix = sockets_of(daemon.pid)
         assert internet == []
         assert unix == [str(daemon.socket), f"{daemon.socket}.grpc"]
         for path in unix:
@@ -99,10 +99,10 @@ def test_by_default_it_listens_on_unix_sockets_that_are_its_users_own() -> None:
 
 
 @pytest.mark.parametrize("path", methods())
-def test_every_method_asks_who_calls(doors: Doors, path: str) -> None:
+def test_every_method_asks_who_calls(listening: ListeningDaemon, path: str) -> None:
     """KVB-23: without a token, with one nobody knows, with half of one, twice; over plain TCP."""
-    good = doors.tokens["acme-admin"]
-    with Knock(doors.target) as knock:
+    good = listening.tokens["acme-admin"]
+    with RawGrpc(listening.target) as caller:
         wrong: list[Any] = [
             None,
             [("authorization", "Bearer " + "0" * 64)],
@@ -115,7 +115,7 @@ def test_every_method_asks_who_calls(doors: Doors, path: str) -> None:
             [("token", good)],
         ]
         for metadata in wrong:
-            code, details = knock.code(path, b"", metadata, streaming=True)
+            code, details = caller.code(path, b"", metadata, streaming=True)
             if path in NEEDS_NONE:
                 assert code is CODE.OK
             elif path in NOT_THERE:
@@ -124,32 +124,32 @@ def test_every_method_asks_who_calls(doors: Doors, path: str) -> None:
                 assert code is CODE.UNAUTHENTICATED
             assert good not in details and "Traceback" not in details
         if path not in NOT_THERE:
-            assert knock.code(path, b"", doors.bearer("acme-admin"), streaming=True)[0] is not CODE.UNAUTHENTICATED
-    assert good not in doors.log.read_text()
+            assert caller.code(path, b"", listening.bearer("acme-admin"), streaming=True)[0] is not CODE.UNAUTHENTICATED
+    assert good not in listening.log.read_text()
 
 
 @pytest.mark.parametrize("path", [path for path in methods() if rpc.SERVICE in path])
-def test_every_method_asks_for_its_role(doors: Doors, path: str) -> None:
+def test_every_method_asks_for_its_role(listening: ListeningDaemon, path: str) -> None:
     need = NEEDS.get(path.rpartition("/")[2], "read")
     roles = ("read", "write", "admin")
-    with Knock(doors.target) as knock:
+    with RawGrpc(listening.target) as caller:
         for role in roles:
-            code, details = knock.code(path, b"", doors.bearer(f"acme-{role}"), streaming=True)
+            code, details = caller.code(path, b"", listening.bearer(f"acme-{role}"), streaming=True)
             if roles.index(role) < roles.index(need):
                 assert code is CODE.PERMISSION_DENIED and f"needs role {need}" in details
             else:
                 assert code not in (CODE.PERMISSION_DENIED, CODE.UNAUTHENTICATED)
 
 
-def test_another_tenants_token_opens_nothing_of_ours(doors: Doors) -> None:
+def test_another_tenants_token_opens_nothing_of_ours(listening: ListeningDaemon) -> None:
     wanted = description(4096, model="org/ours")
-    with doors.way("tcp") as client:
+    with listening.client_by("grpc-tcp") as client:
         ns = client.register(wanted)
         put(client, ns, [1])
         name = next(info.namespace.hex() for info in client.list_namespaces() if info.description == ns.digest)
-    with Knock(doors.target) as knock:
-        ours, theirs = doors.bearer("acme-write"), doors.bearer("other-write")
-        known = knock.register(wanted.canonical, ours)
+    with RawGrpc(listening.target) as caller:
+        ours, theirs = listening.bearer("acme-write"), listening.bearer("other-write")
+        known = caller.register(wanted.canonical, ours)
         keys = pb.Keys(
             handle=known.handle, boot=known.boot, layer_hi=1, head_hi=1, hashes=hashes([1]), nbytes=4096 + HEADER_BYTES
         )
@@ -162,40 +162,42 @@ def test_another_tenants_token_opens_nothing_of_ours(doors: Doors) -> None:
             *((verb, keys.SerializeToString()) for verb in ("Prefetch", "Flush", "Delete", "Get")),
             ("Put", rpc.message_chunk(put_)),
         ):
-            assert knock.code(method(verb), raw, theirs, streaming=True)[0] is CODE.FAILED_PRECONDITION, (
+            assert caller.code(method(verb), raw, theirs, streaming=True)[0] is CODE.FAILED_PRECONDITION, (
                 verb
             )  # no such handle
         for verb, request in (
             ("ShowNamespace", pb.ShowRequest(name=name)),
             ("DiffNamespaces", pb.DiffRequest(stored=name, live=name)),
         ):
-            assert knock.code(method(verb), request.SerializeToString(), theirs)[0] is CODE.NOT_FOUND
-        listed = pb.ListReply.FromString(knock.unary(method("ListNamespaces"), b"", theirs))
+            assert caller.code(method(verb), request.SerializeToString(), theirs)[0] is CODE.NOT_FOUND
+        listed = pb.ListReply.FromString(caller.unary(method("ListNamespaces"), b"", theirs))
         assert [info for info in listed.namespace if info.tenant != "other"] == []
 
 
-def test_health_answers_everyone_and_reflection_those_it_knows(doors: Doors) -> None:
-    def check(knock: Knock, service: str) -> Any:
-        raw = knock.unary(
+def test_health_answers_everyone_and_reflection_those_it_knows(listening: ListeningDaemon) -> None:
+    def check(caller: RawGrpc, service: str) -> Any:
+        raw = caller.unary(
             f"/{grpc_server.HEALTH}/Check", health_pb2.HealthCheckRequest(service=service).SerializeToString()
         )
         return health_pb2.HealthCheckResponse.FromString(raw).status
 
-    for target in (doors.target, f"unix:{doors.socket}.grpc"):
-        with Knock(target) as knock:
-            assert check(knock, "") == check(knock, rpc.SERVICE) == health_pb2.HealthCheckResponse.SERVING
+    for target in (listening.target, f"unix:{listening.socket}.grpc"):
+        with RawGrpc(target) as caller:
+            assert check(caller, "") == check(caller, rpc.SERVICE) == health_pb2.HealthCheckResponse.SERVING
             asked = health_pb2.HealthCheckRequest(service="nobody").SerializeToString()
-            assert knock.code(f"/{grpc_server.HEALTH}/Check", asked)[0] is CODE.NOT_FOUND
+            assert caller.code(f"/{grpc_server.HEALTH}/Check", asked)[0] is CODE.NOT_FOUND
             requests = [
                 reflection_pb2.ServerReflectionRequest(list_services=""),
                 reflection_pb2.ServerReflectionRequest(file_containing_symbol=rpc.SERVICE),
             ]
-            stream = knock.channel.stream_stream(
+            stream = caller.channel.stream_stream(
                 f"/{grpc_server.REFLECTION}/ServerReflectionInfo",
                 response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
             )
             first, second = list(
-                stream(iter([r.SerializeToString() for r in requests]), timeout=10, metadata=doors.bearer("acme-read"))
+                stream(
+                    iter([r.SerializeToString() for r in requests]), timeout=10, metadata=listening.bearer("acme-read")
+                )
             )
             assert {s.name for s in first.list_services_response.service} == {
                 rpc.SERVICE,
@@ -205,13 +207,15 @@ def test_health_answers_everyone_and_reflection_those_it_knows(doors: Doors) -> 
             assert pb.DESCRIPTOR.serialized_pb in second.file_descriptor_response.file_descriptor_proto
 
 
-def test_bad_tokens_do_not_fill_the_log(doors: Doors) -> None:
-    before = doors.log.read_text().count("unknown token refused")
+def test_bad_tokens_do_not_fill_the_log(listening: ListeningDaemon) -> None:
+    before = listening.log.read_text().count("unknown token refused")
     secret = "5ecre7" * 8
-    with Knock(doors.target) as knock:
+    with RawGrpc(listening.target) as caller:
         for _ in range(200):
-            assert knock.code(method("Status"), b"", [("authorization", f"Bearer {secret}")])[0] is CODE.UNAUTHENTICATED
-    log = doors.log.read_text()
+            assert (
+                caller.code(method("Status"), b"", [("authorization", f"Bearer {secret}")])[0] is CODE.UNAUTHENTICATED
+            )
+    log = listening.log.read_text()
     assert log.count("unknown token refused") - before <= 2  # one line in ten seconds
     assert secret not in log
 
@@ -239,7 +243,7 @@ def refused(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str
         (["--grpc=127.0.0.1:0", "--token-file=PLAIN"], ["line 1", "sha256sum"]),
     ],
 )
-def test_a_listener_without_its_locks_refuses_to_start_and_says_what_to_do(
+def test_a_listener_without_its_credentials_refuses_to_start_and_says_what_to_do(
     tmp_path: Path, arguments: list[str], words: list[str]
 ) -> None:
     token, line = issue("me", "acme", "read")
@@ -257,7 +261,10 @@ def test_a_listener_without_its_locks_refuses_to_start_and_says_what_to_do(
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "localhost", "0.0.0.0", "[::]", "192.0.2.1", "cache.example"])
 def test_what_counts_as_loopback(tmp_path: Path, host: str) -> None:
-    """Every TCP listener needs tokens; all but loopback need TLS, and a name is not loopback, wherever it points today."""
+    """Every TCP listener needs tokens.
+
+    All but loopback need TLS, and a name is not loopback, wherever it points today.
+    """
     socket_, tokens = tmp_path / "k.sock", write_private(tmp_path / "tokens", issue("me", "acme", "read")[1])
     listen = {"socket": socket_, "arena_bytes": MiB, "grpc": [f"{host}:1"]}
     with pytest.raises(Invalid, match="token_file"):
@@ -271,7 +278,7 @@ def test_what_counts_as_loopback(tmp_path: Path, host: str) -> None:
     load(Path(os.devnull), {**locked, "tls_cert": pki().server[0], "tls_key": pki().server[1]})
 
 
-def test_a_door_in_code_has_the_same_locks(tmp_path: Path) -> None:
+def test_a_server_made_in_code_has_the_same_checks(tmp_path: Path) -> None:
     with Inside() as inside:
         service = Service(inside.store, inside.sessions)
         write_private(tmp_path / "tokens", issue("me", "acme", "read")[1])
@@ -284,39 +291,41 @@ def test_a_door_in_code_has_the_same_locks(tmp_path: Path) -> None:
 
 
 def test_a_taken_port_is_an_error_not_a_share() -> None:
-    with Doors() as daemon:
+    with ListeningDaemon() as daemon:
         done = refused(daemon.directory, f"--grpc=127.0.0.1:{daemon.port}", f"--token-file={daemon.token_file}")
         assert done.returncode == 3 and "cannot listen on 127.0.0.1" in done.stderr and "Traceback" not in done.stderr
-        with daemon.way("tcp") as client:
+        with daemon.client_by("grpc-tcp") as client:
             assert client.status()["pid"] == daemon.pid
 
 
-def test_half_open_connections_do_not_stop_the_lane(doors: Doors) -> None:
-    """1,000 connections that say nothing: bounded here, gone within the patience of the door, and the lane never notices."""
-    before = doors.descriptors()
+def test_half_open_connections_do_not_stop_the_unix_transport(listening: ListeningDaemon) -> None:
+    """1,000 connections that say nothing: bounded, gone within `PATIENCE`, and without effect on the Unix transport."""
+    before = listening.descriptors()
     wanted = description(4096, model="org/half-open")
     opened: list[socket.socket] = []
     try:
-        with doors.client() as client, Client(f"grpc+unix:{doors.socket}.grpc") as neighbour:
+        with listening.client() as client, Client(f"grpc+unix:{listening.socket}.grpc") as neighbour:
             ns = client.register(wanted)
             put(client, ns, range(4))
             for n in range(1000):
                 sock = socket.socket()
                 sock.setblocking(False)
-                sock.connect_ex(("127.0.0.1", doors.port))
+                sock.connect_ex(("127.0.0.1", listening.port))
                 opened.append(sock)
                 if n % 100 == 50:
                     assert len(client.get(ns, hashes(range(4)))) == 4
                     assert neighbour.status()["known_blocks"] >= 4
-            assert doors.descriptors() < before + grpc_server.MAX_CONNECTIONS + 64
+            assert listening.descriptors() < before + grpc_server.MAX_CONNECTIONS + 64
             assert len(client.get(ns, hashes(range(4)))) == 4
-        with doors.way("tcp") as client:
+        with listening.client_by("grpc-tcp") as client:
             until(
                 lambda: client.lookup(client.register(wanted), hashes([1]), deadline=2).reason == "miss",
                 "TCP answers again",
                 10 * in_flight.PATIENCE,
             )
-        until(lambda: doors.descriptors() < before + 32, "half-open connections are closed", 10 * in_flight.PATIENCE)
+        until(
+            lambda: listening.descriptors() < before + 32, "half-open connections are closed", 10 * in_flight.PATIENCE
+        )
     finally:
         for sock in opened:
             sock.close()
@@ -326,15 +335,15 @@ def test_half_open_connections_do_not_stop_the_lane(doors: Doors) -> None:
 
 
 @pytest.fixture(scope="module")
-def tls() -> Iterator[Doors]:
-    with Doors(tls=pki().server) as daemon:
+def tls() -> Iterator[ListeningDaemon]:
+    with ListeningDaemon(tls=pki().server) as daemon:
         yield daemon
 
 
 @pytest.fixture(scope="module")
-def mutual() -> Iterator[Doors]:
+def mutual() -> Iterator[ListeningDaemon]:
     """Asks clients for a certificate of the good authority."""
-    with Doors(tls=pki().server, client_ca=pki().good.ca) as daemon:
+    with ListeningDaemon(tls=pki().server, client_ca=pki().good.ca) as daemon:
         yield daemon
 
 
@@ -344,27 +353,27 @@ def credentials(ca: Path, pair: tuple[Path, Path] | None = None) -> Any:
 
 
 @pytest.mark.parametrize("path", methods())
-def test_nothing_passes_a_tls_port_in_clear(tls: Doors, path: str) -> None:
+def test_nothing_passes_a_tls_port_in_clear(tls: ListeningDaemon, path: str) -> None:
     """KVB-23."""
-    with Knock(tls.target) as knock:
-        assert knock.code(path, b"", tls.bearer("acme-admin"), streaming=True)[0] is CODE.UNAVAILABLE
+    with RawGrpc(tls.target) as caller:
+        assert caller.code(path, b"", tls.bearer("acme-admin"), streaming=True)[0] is CODE.UNAVAILABLE
 
 
 @pytest.mark.parametrize("path", methods())
-def test_nothing_passes_with_a_certificate_of_another_authority(mutual: Doors, path: str) -> None:
+def test_nothing_passes_with_a_certificate_of_another_authority(mutual: ListeningDaemon, path: str) -> None:
     """KVB-23: the health route neither, as the connection itself is refused."""
     for pair in (None, pki().stranger, pki().expired):
-        with Knock(mutual.target, credentials(pki().good.ca, pair)) as knock:
-            assert knock.code(path, b"", mutual.bearer("acme-admin"), streaming=True)[0] is CODE.UNAVAILABLE
-    with Knock(mutual.target, credentials(pki().good.ca, pki().client)) as knock:
-        assert knock.code(path, b"", mutual.bearer("acme-admin"), streaming=True)[0] is not CODE.UNAVAILABLE
+        with RawGrpc(mutual.target, credentials(pki().good.ca, pair)) as caller:
+            assert caller.code(path, b"", mutual.bearer("acme-admin"), streaming=True)[0] is CODE.UNAVAILABLE
+    with RawGrpc(mutual.target, credentials(pki().good.ca, pki().client)) as caller:
+        assert caller.code(path, b"", mutual.bearer("acme-admin"), streaming=True)[0] is not CODE.UNAVAILABLE
 
 
-def test_a_certificate_alone_does_not_replace_the_token(mutual: Doors) -> None:
-    with Knock(mutual.target, credentials(pki().good.ca, pki().client)) as knock:
-        assert knock.code(method("Status"))[0] is CODE.UNAUTHENTICATED
+def test_a_certificate_alone_does_not_replace_the_token(mutual: ListeningDaemon) -> None:
+    with RawGrpc(mutual.target, credentials(pki().good.ca, pki().client)) as caller:
+        assert caller.code(method("Status"))[0] is CODE.UNAUTHENTICATED
     cert, key = map(str, pki().client)
-    with mutual.way("tls", cert=cert, key=key) as client:
+    with mutual.client_by("grpc-tls", cert=cert, key=key) as client:
         assert client.status()["pid"] == mutual.pid
 
 
@@ -379,19 +388,24 @@ def raises(client: Client, kind: type[KvtierError], words: str) -> None:
         assert answer == 0 and words in answer.reason
 
 
-def test_what_is_wrong_has_a_name(doors: Doors, tls: Doors, mutual: Doors) -> None:
+def test_what_is_wrong_has_a_name(listening: ListeningDaemon, tls: ListeningDaemon, mutual: ListeningDaemon) -> None:
     ca = str(pki().good.ca)
-    raises(doors.way("tcp", ""), Unauthenticated, "no token")
-    raises(doors.way("tcp", token="0" * 64), Unauthenticated, "not in the daemon's token file")
+    raises(listening.client_by("grpc-tcp", ""), Unauthenticated, "no token")
+    raises(listening.client_by("grpc-tcp", token="0" * 64), Unauthenticated, "not in the daemon's token file")
     raises(
-        tls.way("tls", ca=str(pki().evil.ca)),
+        tls.client_by("grpc-tls", ca=str(pki().evil.ca)),
         Unauthenticated,
         ["certificate of 127.0.0.1", " is refused: unable to get local issuer"][0],
     )
-    raises(mutual.way("tls"), Unavailable, "ask for a certificate")
+    raises(mutual.client_by("grpc-tls"), Unavailable, "ask for a certificate")
     raises(Client(f"grpc://{tls.target}", token=tls.tokens["acme-read"]), Unavailable, "does it speak TLS")
-    raises(Client(f"grpcs://{doors.target}", token=tls.tokens["acme-read"], ca=ca), Unavailable, "does not speak TLS")
-    with doors.way("tcp", "acme-write") as client, pytest.raises(Denied, match="needs role admin") as caught:
+    raises(
+        Client(f"grpcs://{listening.target}", token=tls.tokens["acme-read"], ca=ca), Unavailable, "does not speak TLS"
+    )
+    with (
+        listening.client_by("grpc-tcp", "acme-write") as client,
+        pytest.raises(Denied, match="needs role admin") as caught,
+    ):
         client.drop("abcd")
     assert type(caught.value) is Denied
 
@@ -400,12 +414,12 @@ def test_what_is_wrong_has_a_name(doors: Doors, tls: Doors, mutual: Doors) -> No
     ("which", "words"), [("expired", "certificate has expired"), ("elsewhere", "another host name")]
 )
 def test_a_bad_certificate_of_the_daemon_has_a_name(which: str, words: str) -> None:
-    with Doors(tls=getattr(pki(), which)) as daemon:
-        raises(daemon.way("tls"), Unauthenticated, words)
+    with ListeningDaemon(tls=getattr(pki(), which)) as daemon:
+        raises(daemon.client_by("grpc-tls"), Unauthenticated, words)
 
 
 @pytest.mark.parametrize(
-    ("address", "locks", "words"),
+    ("address", "credentials", "words"),
     [
         ("http://x:1", {}, "not an address"),
         ("grpc:x:1", {}, "not an address"),
@@ -424,15 +438,15 @@ def test_a_bad_certificate_of_the_daemon_has_a_name(which: str, words: str) -> N
         ("grpc://127.0.0.1:1", {"token": ""}, "printable characters"),
     ],
 )
-def test_a_client_refuses_what_cannot_be_right(address: str, locks: dict[str, str], words: str) -> None:
+def test_a_client_refuses_what_cannot_be_right(address: str, credentials: dict[str, str], words: str) -> None:
     with pytest.raises(Invalid, match=words):
-        Client(address, **locks)
+        Client(address, **credentials)
 
 
 # Files that change
 
 
-class Locked(Doors):
+class Locked(ListeningDaemon):
     """A daemon with TLS files of its own, which a test may replace; errors of reloading are expected in its log."""
 
     def __init__(self, directory: Path, pair: tuple[Path, Path]) -> None:
@@ -449,9 +463,12 @@ class Locked(Doors):
 
 
 def test_certificates_are_reloaded_without_a_restart(tmp_path: Path) -> None:
-    """A connection that is open stays; new ones see the new certificate. Files that do not fit together leave the old ones in force."""
+    """A connection that is open stays; new ones see the new certificate.
+
+    Files that do not fit together leave the old ones in force.
+    """
     evil = pki().evil
-    with Locked(tmp_path, pki().server) as daemon, daemon.way("tls") as old:
+    with Locked(tmp_path, pki().server) as daemon, daemon.client_by("grpc-tls") as old:
         assert old.status()["pid"] == daemon.pid
         daemon.show(evil.issue("other-server"))
         assert until(lambda: knows(daemon, evil.ca), "the new certificate is shown")
@@ -469,7 +486,7 @@ def test_certificates_are_reloaded_without_a_restart(tmp_path: Path) -> None:
         assert log.count("reload failed") <= 2 and "PRIVATE" not in log
 
 
-def knows(daemon: Doors, ca: Path) -> bool:
+def knows(daemon: ListeningDaemon, ca: Path) -> bool:
     """Whether a new connection accepts the daemon's certificate under this authority."""
     with Client(f"grpcs://{daemon.target}", token=daemon.tokens["acme-read"], ca=str(ca)) as client:
         try:
@@ -480,7 +497,7 @@ def knows(daemon: Doors, ca: Path) -> bool:
 
 @pytest.mark.parametrize("how", ["by itself", "SIGHUP"])
 def test_tokens_are_reloaded_without_a_restart(tmp_path: Path, how: str) -> None:
-    with Locked(tmp_path, pki().server) as daemon, daemon.way("tls", "acme-read") as client:
+    with Locked(tmp_path, pki().server) as daemon, daemon.client_by("grpc-tls", "acme-read") as client:
         assert client.status()["pid"] == daemon.pid
         token, line = issue("new", "acme", "read")
 
@@ -495,7 +512,7 @@ def test_tokens_are_reloaded_without_a_restart(tmp_path: Path, how: str) -> None
             except Unauthenticated:
                 return False
 
-        with daemon.way("tls", token=token) as fresh:
+        with daemon.client_by("grpc-tls", token=token) as fresh:
             assert not known(fresh)
             replace(line + "\n")
             until(lambda: known(fresh), "the new token is known")
@@ -508,7 +525,7 @@ def test_tokens_are_reloaded_without_a_restart(tmp_path: Path, how: str) -> None
             assert known(fresh) and not known(client)
             assert "letmein" not in daemon.log.read_text()
             daemon.token_file.unlink()
-            time.sleep(1.2)  # longer than the door looks the other way
+            time.sleep(1.2)  # longer than between two looks at the files
             assert known(fresh) and not known(client)
 
 
@@ -527,12 +544,12 @@ def test_a_file_others_may_read_is_not_taken(tmp_path: Path) -> None:
 
 def test_where_users_are_told_apart_the_wide_socket_asks_for_a_token() -> None:
     """gRPC does not say which user connected, so it must not be a way around the setting `users`."""
-    with Doors(MiB, "--user=uid:4242 acme read", "--socket-mode=666") as daemon:
+    with ListeningDaemon(MiB, "--user=uid:4242 acme read", "--socket-mode=666") as daemon:
         path = Path(f"{daemon.socket}.grpc")
         assert path.stat().st_mode & 0o777 == 0o666
-        with Knock(f"unix:{path}") as knock:
-            assert knock.code(method("Status"))[0] is CODE.UNAUTHENTICATED
-            assert knock.code(method("Status"), b"", daemon.bearer("other-read"))[0] is CODE.OK
+        with RawGrpc(f"unix:{path}") as caller:
+            assert caller.code(method("Status"))[0] is CODE.UNAUTHENTICATED
+            assert caller.code(method("Status"), b"", daemon.bearer("other-read"))[0] is CODE.OK
     with Daemon(MiB, "--user=uid:4242 acme read", "--socket-mode=666") as plain:
         path = Path(f"{plain.socket}.grpc")
         assert path.stat().st_mode & 0o777 == 0o600
