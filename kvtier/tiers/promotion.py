@@ -1,9 +1,8 @@
 """Copies cold blocks up, on demand: reserve, read, verify, seal, the same verbs as a client's.
 
-One read per key however many ask (64 readers of one cold key make one read); a bounded queue and a few threads; whoever
-waits does so within its own deadline and gets a miss when that ends. Of several tiers the first in the list is asked
-first. A block that fails its check is a miss, and the tier has forgotten it. Thread-safe; never holds its lock while a
-tier works.
+A bounded queue and a few threads; one read per key, however many ask for it. A caller waits within its own deadline and
+gets a miss when that ends. The tiers are asked in the order of the list. A block that fails its check is a miss, and
+the tier has forgotten it. Thread-safe; never holds its lock while a tier works.
 """
 
 from __future__ import annotations

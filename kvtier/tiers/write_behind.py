@@ -1,10 +1,9 @@
 """Copies sealed blocks down, in the background: the only way into a lower tier.
 
-A bounded queue of keys; one thread leases, checks or computes the checksum, lets the tier write, releases. What the
-queue has no room for, a scarce budget (`eviction.admit`) or a tier that refuses is counted and left out: a copy may be
-dropped, and no put ever waits for one. `flush` waits within its deadline for the blocks it names, and these are always
-worth their bytes. A block that the tier has is called settled. Blocks are held (a sixteenth of the arena at most) only
-while the tier writes. Thread-safe; never holds its lock while the tier works.
+A bounded queue of keys; one thread leases, checks, lets the tier write, releases. No put ever waits for a copy: what a
+full queue, a scarce budget (`eviction.admit`) or the tier refuses is counted and left out. `flush` waits in its
+deadline for the blocks it names, and these are always written. A block that the tier has is called settled. At most a
+sixteenth of the arena is held, only while the tier writes. Thread-safe; never holds its lock while the tier works.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ class WriteBehind:
         self._thread.start()
 
     def offer(self, keys: Sequence[bytes], namespace: Namespace) -> None:
-        """These blocks were sealed. Never waits; what the queue has no room for is dropped."""
+        """These blocks were sealed. Never waits; what does not fit into the queue is dropped."""
         with self._wake:
             for key in keys:
                 if key not in self._queue and (len(self._queue) >= MAX_QUEUE or self._stop):

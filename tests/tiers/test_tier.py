@@ -138,7 +138,7 @@ def test_writing_twice_changes_nothing(tier: Tier, yard: Yard) -> None:
     used = tier.gauges()["used_bytes"]
     assert yard.put(tier, [2, 1, 2]) == [True] * 3
     assert yard.put(tier, [3, 3, 3]) == [True] * 3, "also within one call"
-    assert tier.gauges()["used_bytes"] == used * 3 // 2 or tier.name == "redis", "Redis counts its own books too"
+    assert tier.gauges()["used_bytes"] == used * 3 // 2 or tier.name == "redis", "Redis counts what it needs itself too"
     assert tier.gauges()["blocks"] == 3
     assert yard.whole(tier, [1, 2, 3]) == [1, 2, 3]
 

@@ -59,7 +59,7 @@ def test_a_full_queue_drops_the_youngest_and_counts_them(tier: Counting, monkeyp
         tier.flowing.set()
         assert works.flush(*range(9)) == 9
         assert tier.find(works.one.keys([9, 20])) == [False, False]
-        assert works.flush(*range(21)) == 21, "whoever asks for them gets them settled"
+        assert works.flush(*range(21)) == 21, "a flush gets them settled"
 
 
 def test_a_refusing_tier_is_asked_again_with_pauses_within_a_flush(works: Works, tier: Counting) -> None:

@@ -1,9 +1,8 @@
-"""What a tier in another place was last heard to have: answers that grow old. A cache of yes and no by key, bounded, so
-that asking costs no I/O.
+"""What Redis was last heard to have: a bounded cache of yes and no by key, so that asking costs no I/O.
 
-A yes counts for `HOLD` seconds, then nobody knows; after `FRESH` it is worth asking anew. A no counts for `ABSENT`:
-somebody else may put the block at any moment. What is forgotten first is what was heard longest ago. Reads take no lock
-(dict reads are atomic); writes take one of its own.
+A yes counts for `HOLD` seconds and is worth asking anew after `FRESH`. A no counts for `ABSENT`: another daemon may put
+the block at any moment. The oldest answers are forgotten first. Reads take no lock (dict reads are atomic); writes take
+one of its own.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Presence:
         return answer[0]
 
     def fresh(self, key: bytes, now: float) -> bool:
-        """Whether a yes is so young that nobody need ask."""
+        """Whether a yes is so young that it need not be asked anew."""
         answer = self._answers.get(key)
         return answer is not None and answer[0] and now - answer[1] <= FRESH
 

@@ -1,12 +1,9 @@
 """The Redis tier: blocks shared between hosts, one string each, whole or absent, in an engine that others operate.
-Redis evicts by its own rules.
 
-`find` answers from what was heard lately and never waits: what nobody knows is asked in the background, and `unsure`
-says so meanwhile. Deletes go the same way. Reads and writes are calls with a timeout, over several connections; when
-Redis fails the breaker opens, every answer is "not here" at once, and a thread of the tier's own tries until it is
-back. A miss after a yes is a miss: Redis evicts, and others delete.
-
-Thread-safe; no lock is held over I/O. The value's format and what operators need to know are docs/redis.md.
+`find` answers from what was heard lately and never waits: unknown keys are asked in the background, and `unsure` says
+so meanwhile. Deletes go the same way. Reads and writes are calls with a timeout. When Redis fails the breaker opens,
+every answer is "not here" at once, and a thread of the tier's own tries until it is back. A miss after a yes is a miss:
+Redis evicts, and others delete. Thread-safe; no lock is held over I/O. The value's format is docs/redis.md.
 """
 
 from __future__ import annotations

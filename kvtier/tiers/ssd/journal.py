@@ -72,7 +72,7 @@ class Journal:
         self.number = 0
         self.end = 0  # bytes of the journal file that is written
         self.since = 0  # bytes of journals since the last checkpoint
-        self.spare = 0  # bytes that appends leave free, so that the next checkpoint finds room
+        self.spare = 0  # bytes that appends leave free, so that the next checkpoint fits
         self.damaged: list[str] = []  # files with a frame that did not pass its check at `load`
 
     def load(self) -> Iterator[NamespaceEntry | bytes]:

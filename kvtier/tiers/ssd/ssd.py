@@ -291,7 +291,7 @@ class Ssd:
             self._slabs.check_integrity({page: self._ledger.place(row)[1] for page, row in pages.items()})
             assert self._data.nbytes + self._index.nbytes + SMALL <= self.capacity, "more bytes than the capacity"
             held = self._ledger.held_rows()
-            assert self._users or held == dict.fromkeys(self._quarantine, 1), "a row is leased and nobody reads it"
+            assert self._users or held == dict.fromkeys(self._quarantine, 1), "a row is leased and not read"
 
     def close(self) -> None:
         """Ends the thread and frees the directory. Keeps both if the disk holds a call for longer than `PATIENCE`."""

@@ -26,7 +26,7 @@ def test_find_learns_what_others_put_and_what_is_not_there(tier: Redis, server: 
         yard.put(other, [1, 2])
     finally:
         other.close()
-    assert yard.known(tier, [1, 2, 3]) == [], "nobody waits"
+    assert yard.known(tier, [1, 2, 3]) == [], "no answer is waited for"
     assert known(tier, yard, 1, 2, 3) == [1, 2]
     assert tier.unsure(yard.keys([1, 2, 3])) == [False] * 3
     assert yard.whole(tier, [1, 2, 3]) == [1, 2]
@@ -58,7 +58,7 @@ def test_existence_turns_false_within_the_documented_time(
     time.sleep(presence.FRESH + 0.01)
     until(lambda: yard.known(tier, [1, 2]) == [2], "asked anew, as it is old")
     time.sleep(presence.HOLD + 0.01)
-    assert yard.known(tier, [1, 2]) == [], "nobody has asked for long"
+    assert yard.known(tier, [1, 2]) == [], "it was not asked for long"
     until(lambda: yard.known(tier, [1, 2]) == [2], "asked again")
 
 

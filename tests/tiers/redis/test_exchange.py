@@ -59,7 +59,7 @@ def test_a_proxy_that_stands_still_is_given_up(yard: Yard) -> None:
 
 
 class Cancelled(BaseException):
-    """Whoever waited for the call has gone."""
+    """The caller has gone."""
 
 
 @pytest.mark.long

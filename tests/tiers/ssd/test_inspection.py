@@ -99,7 +99,7 @@ def test_each_damage_is_found_and_repaired(name: str, shop: Shop) -> None:
 
 
 def test_a_key_that_does_not_follow_from_the_header_is_found(shop: Shop) -> None:
-    """Somebody rewrote journal and block alike, so that every checksum fits."""
+    """Journal and block were both rewritten, so that every checksum fits."""
     import struct
 
     import xxhash

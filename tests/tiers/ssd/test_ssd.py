@@ -181,7 +181,7 @@ def test_an_outage_costs_no_more_than_one_batch_of_what_is_there(shop: Shop) -> 
 def test_a_transient_read_error_keeps_the_block(
     shop: Shop, monkeypatch: pytest.MonkeyPatch, lines: Callable[[], list[str]]
 ) -> None:
-    """KVB-14: absent for a while, so that nobody runs into it again and again, then there."""
+    """KVB-14: absent for a while, so that it is not read again and again, then there."""
     monkeypatch.setattr("kvtier.tiers.ssd.ssd._AGAIN", 0.2)
     shop.yard.put(shop.tier, range(1, 9))
     shop.disk.fail("read", errno.EIO, times=1)
@@ -210,7 +210,7 @@ def test_a_block_that_cannot_be_read_three_times_is_given_up(shop: Shop) -> None
     assert shop.place(1) != place or shop.data().count(shop.yard.block(1)) == 2, "the bad place rests"
 
 
-# --- nobody waits for the disk
+# --- a question does not wait for the disk
 
 
 class Held(Failing):
