@@ -50,7 +50,7 @@ from kvtier.format.identity import NO_CONTEXT, Description
 from kvtier.format.layout import Range
 from kvtier.protocol.addresses import grpc_beside
 from kvtier.protocol.frames import Verb
-from kvtier.protocol.limits import BULK, CONTROL, KEYS_PER_CALL, LOOKUP
+from kvtier.protocol.limits import CONTROL_DEADLINE, KEYS_PER_CALL, LOOKUP_DEADLINE, TRANSFER_DEADLINE
 from kvtier.protocol.stops import MISS, PRESENT, Ending
 from kvtier.protocol.stops import WHOLE as WHOLE_ANSWER
 from kvtier.protocol.v1 import kvtier_pb2 as pb
@@ -144,7 +144,7 @@ class Client:
         *,
         range_: Range = WHOLE,
         context: bytes = NO_CONTEXT,
-        deadline: float = LOOKUP,
+        deadline: float = LOOKUP_DEADLINE,
     ) -> Answer:
         """The number of leading blocks the service knows, in any tier. No side effects."""
         return self.lookup_runs(ns, [(range_, hashes)], context=context, deadline=deadline)[0]
@@ -155,7 +155,7 @@ class Client:
         runs: Sequence[tuple[Range, Hashes]],
         *,
         context: bytes = NO_CONTEXT,
-        deadline: float = LOOKUP,
+        deadline: float = LOOKUP_DEADLINE,
     ) -> list[Answer]:
         """`lookup` for several runs of hashes, each in its own range: leading known blocks per run."""
         known = [0] * len(runs)
@@ -205,7 +205,7 @@ class Client:
 
         Over gRPC these are private copies, which arrive on entry. The deadline is 0.25 s on the lane and 5 s over gRPC if none is given.
         """
-        transport = self._transport(CONTROL if deadline is None else seconds(deadline))
+        transport = self._transport(CONTROL_DEADLINE if deadline is None else seconds(deadline))
         return transport.lease(ns, hashes, range_, context, deadline)
 
     def get(
@@ -215,7 +215,7 @@ class Client:
         *,
         range_: Range = WHOLE,
         context: bytes = NO_CONTEXT,
-        deadline: float = BULK,
+        deadline: float = TRANSFER_DEADLINE,
         into: Sequence[Body] | None = None,
     ) -> Bodies:
         """Private copies of the leading part; what is cold is brought up and waited for. What came over gRPC has been checked, key and every byte.
@@ -242,7 +242,7 @@ class Client:
 
         Over gRPC these are private buffers, put on a clean exit. Deadlines as for `lease`.
         """
-        transport = self._transport(CONTROL if deadline is None else seconds(deadline))
+        transport = self._transport(CONTROL_DEADLINE if deadline is None else seconds(deadline))
         return transport.fill(ns, hashes, range_, context, deadline)
 
     def put(
@@ -253,7 +253,7 @@ class Client:
         *,
         range_: Range = WHOLE,
         context: bytes = NO_CONTEXT,
-        deadline: float = BULK,
+        deadline: float = TRANSFER_DEADLINE,
     ) -> Answer:
         """Copies these bodies (uint8 buffers of `extents.body_bytes`) in. Returns how many are known now, counted from the front."""
         if count(ns, hashes) != len(bodies):
@@ -274,7 +274,7 @@ class Client:
         *,
         range_: Range = WHOLE,
         context: bytes = NO_CONTEXT,
-        deadline: float = CONTROL,
+        deadline: float = CONTROL_DEADLINE,
     ) -> Answer:
         """Makes the service forget these blocks. Returns how many it knew."""
         return self._count(Verb.DELETE, ns, hashes, range_, context, deadline, degrade=True)
@@ -286,7 +286,7 @@ class Client:
         *,
         range_: Range = WHOLE,
         context: bytes = NO_CONTEXT,
-        deadline: float = CONTROL,
+        deadline: float = CONTROL_DEADLINE,
     ) -> Answer:
         """Starts bringing cold blocks into memory and returns at once: how many are on their way (0 where there is no lower tier)."""
         return self._count(Verb.PREFETCH, ns, hashes, range_, context, deadline, degrade=True)
@@ -298,44 +298,44 @@ class Client:
         *,
         range_: Range = WHOLE,
         context: bytes = NO_CONTEXT,
-        deadline: float = BULK,
+        deadline: float = TRANSFER_DEADLINE,
     ) -> Answer:
         """Waits until these blocks are settled in a lower tier. Returns how many leading ones are (0 where there is no lower tier)."""
         return self._count(Verb.FLUSH, ns, hashes, range_, context, deadline, degrade=True)
 
     # -- operators: these raise everything
 
-    def explain(self, description: Description, *, deadline: float = BULK) -> list[str]:
+    def explain(self, description: Description, *, deadline: float = TRANSFER_DEADLINE) -> list[str]:
         """How the nearest namespace of this model that the daemon knows differs: a line per field. Empty: known, or no such model."""
         request = pb.ExplainRequest(description=description.canonical)
         return list(self._ask(pb.ExplainReply, None, Verb.EXPLAIN, request, deadline).line)
 
-    def status(self, *, check_integrity: bool = False, deadline: float = BULK) -> dict[str, Any]:
+    def status(self, *, check_integrity: bool = False, deadline: float = TRANSFER_DEADLINE) -> dict[str, Any]:
         """Gauges and counters of the daemon."""
         request = pb.StatusRequest(check_integrity=check_integrity)
         status: dict[str, Any] = json.loads(self._ask(pb.StatusReply, None, Verb.STATUS, request, deadline).json)
         return status
 
-    def list_namespaces(self, *, deadline: float = BULK) -> list[NamespaceInfo]:
+    def list_namespaces(self, *, deadline: float = TRANSFER_DEADLINE) -> list[NamespaceInfo]:
         """The namespaces of the caller's tenant; of all tenants for an admin."""
         reply = self._ask(pb.ListReply, None, Verb.LIST, pb.ListRequest(), deadline)
         return [NamespaceInfo.of(one) for one in reply.namespace]
 
-    def show(self, name: str, *, deadline: float = BULK) -> tuple[NamespaceInfo, dict[str, Any]]:
+    def show(self, name: str, *, deadline: float = TRANSFER_DEADLINE) -> tuple[NamespaceInfo, dict[str, Any]]:
         """A namespace by the beginning of its digest (hex): what `list_namespaces` says, and its description as plain data."""
         reply = self._ask(pb.ShowReply, None, Verb.SHOW, pb.ShowRequest(name=name), deadline)
         return NamespaceInfo.of(reply.info), json.loads(reply.description)
 
-    def diff(self, stored: str, live: str, *, deadline: float = BULK) -> list[str]:
+    def diff(self, stored: str, live: str, *, deadline: float = TRANSFER_DEADLINE) -> list[str]:
         """The fields in which two namespaces differ, a line each."""
         reply = self._ask(pb.ExplainReply, None, Verb.DIFF, pb.DiffRequest(stored=stored, live=live), deadline)
         return list(reply.line)
 
-    def drop(self, name: str, *, deadline: float = BULK) -> int:
+    def drop(self, name: str, *, deadline: float = TRANSFER_DEADLINE) -> int:
         """Forgets a namespace and its blocks. Returns how many blocks those were. Needs role admin."""
         return self._ask(pb.Count, None, Verb.DROP, pb.DropRequest(name=name), deadline).n
 
-    def set_ttl(self, name: str, seconds: int, *, deadline: float = BULK) -> NamespaceInfo:
+    def set_ttl(self, name: str, seconds: int, *, deadline: float = TRANSFER_DEADLINE) -> NamespaceInfo:
         """Lets a namespace's blocks be forgotten once nobody has put or used them for so long; 0: never. Needs role admin."""
         if not 0 <= seconds < 2**32:
             raise Invalid(f"a time-to-live of {seconds} seconds: write a number of seconds, or 0 for none")
@@ -350,7 +350,7 @@ class Client:
         *,
         range_: Range = WHOLE,
         context: bytes = NO_CONTEXT,
-        deadline: float = BULK,
+        deadline: float = TRANSFER_DEADLINE,
     ) -> Answer:
         """Keeps the leading known blocks from eviction until `unpin`, at most a tenth of the arena. Needs role admin."""
         return self._count(Verb.PIN, ns, hashes, range_, context, deadline)
@@ -362,7 +362,7 @@ class Client:
         *,
         range_: Range = WHOLE,
         context: bytes = NO_CONTEXT,
-        deadline: float = BULK,
+        deadline: float = TRANSFER_DEADLINE,
     ) -> Answer:
         """Ends pins. Returns how many of these blocks were pinned. Needs role admin."""
         return self._count(Verb.UNPIN, ns, hashes, range_, context, deadline)

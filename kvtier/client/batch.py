@@ -21,7 +21,7 @@ from kvtier.client.unix_socket import ErrorAnswer, UnixSocket
 from kvtier.errors import Deadline, Full, Lost
 from kvtier.format.layout import HEADER_BYTES, Range
 from kvtier.protocol.frames import Verb
-from kvtier.protocol.limits import CONTROL, KEYS_PER_CALL
+from kvtier.protocol.limits import CONTROL_DEADLINE, KEYS_PER_CALL
 from kvtier.protocol.stops import PRESENT
 from kvtier.protocol.v1 import kvtier_pb2 as pb
 
@@ -79,7 +79,7 @@ class Batch:
             raise answered.error from None
         finally:
             if opened:
-                connection.release(attachment, list(opened), CONTROL)
+                connection.release(attachment, list(opened), CONTROL_DEADLINE)
         return stop
 
     def write(self, connection: Connection, attachment: Attachment, handle: int, bodies: Sequence[Any]) -> None:
@@ -125,7 +125,7 @@ class Batch:
             raise answered.error from None
         finally:
             if opened:
-                connection.finish(attachment, Verb.ABORT, list(opened), CONTROL)
+                connection.finish(attachment, Verb.ABORT, list(opened), CONTROL_DEADLINE)
 
     def _sealed(self, wire: UnixSocket, opened: deque[int], n: int) -> None:
         """Reads the answer to the seal of the oldest piece, of `n` blocks."""

@@ -28,13 +28,12 @@ from kvtier.errors import Deadline, KvtierError, NotFound, Unavailable
 from kvtier.protocol import frames
 from kvtier.protocol.backing import POPULATE_STEP
 from kvtier.protocol.frames import Verb
+from kvtier.protocol.limits import HELLO_DEADLINE, MAX_DRAINED
 from kvtier.protocol.v1 import kvtier_pb2 as pb
 
 MAX_SOCKETS = 16  # calls of one client under way at once; more wait within their deadline
 MAX_DEBTS = 4096  # as many ids as a session may have open
-_MAX_DRAINED = 16  # sessions named in one hello
 _BACKOFF = (0.05, 1.0)  # seconds: first and longest
-_HELLO_DEADLINE = 1.0
 _TICK = 1.0  # seconds between looks at debts
 
 log = logging.getLogger(__name__)
@@ -85,7 +84,7 @@ class Connection:
         self._lock = threading.Condition()
         self._attachment: Attachment | None = None
         self._retired: list[Attachment] = []
-        self._drained: deque[bytes] = deque(maxlen=_MAX_DRAINED)  # lost sessions of which no copy is under way any more
+        self._drained: deque[bytes] = deque(maxlen=MAX_DRAINED)  # lost sessions of which no copy is under way any more
         self._connecting = False
         self._lent = 0
         self._failures = 0
@@ -115,12 +114,12 @@ class Connection:
             self._connecting = True
             drained = list(self._drained)
         made = self._attach(
-            pb.HelloRequest(protocol=1, map=True, drained=drained), min(_HELLO_DEADLINE, max(0.001, deadline))
+            pb.HelloRequest(protocol=1, map=True, drained=drained), min(HELLO_DEADLINE, max(0.001, deadline))
         )
         with self._lock:
             self._connecting = False
             self._attachment = made
-            self._drained = deque([session for session in self._drained if session not in drained], _MAX_DRAINED)
+            self._drained = deque([session for session in self._drained if session not in drained], MAX_DRAINED)
             self._failures = 0
             self._lock.notify_all()
             closed = self._closed
@@ -223,7 +222,7 @@ class Connection:
             except IndexError:
                 return
             left = len(attachment.debts)
-            self.finish(attachment, verb, [id_], _HELLO_DEADLINE)
+            self.finish(attachment, verb, [id_], HELLO_DEADLINE)
             if len(attachment.debts) > left:
                 return
 
@@ -252,7 +251,7 @@ class Connection:
             drained = list(self._drained)
             self._drained.clear()
         try:
-            UnixSocket(self.path, pb.HelloRequest(protocol=1, drained=drained), _HELLO_DEADLINE).close()
+            UnixSocket(self.path, pb.HelloRequest(protocol=1, drained=drained), HELLO_DEADLINE).close()
         except (KvtierError, OSError, DecodeError):
             pass  # the end of the process says it
 
@@ -306,7 +305,7 @@ class Connection:
                     raise Deadline(f"all {MAX_SOCKETS} sockets of this client are busy")
         try:
             sock = UnixSocket(
-                self.path, pb.HelloRequest(protocol=1, session=attachment.session), min(_HELLO_DEADLINE, deadline)
+                self.path, pb.HelloRequest(protocol=1, session=attachment.session), min(HELLO_DEADLINE, deadline)
             )
             return sock, max(0.001, until - time.monotonic())
         except BaseException as error:

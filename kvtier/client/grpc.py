@@ -44,7 +44,7 @@ from kvtier.format.identity import derive_keys
 from kvtier.format.layout import HEADER_BYTES, Range
 from kvtier.protocol import rpc
 from kvtier.protocol.frames import Verb
-from kvtier.protocol.limits import BULK, CHUNK, CONTROL, KEYS_PER_CALL
+from kvtier.protocol.limits import CHUNK, CONTROL_DEADLINE, KEYS_PER_CALL, TRANSFER_DEADLINE
 from kvtier.protocol.stops import Ending, Stop
 from kvtier.protocol.v1 import kvtier_pb2 as pb
 
@@ -112,7 +112,7 @@ class GrpcTransport:
         self, ns: RegisteredNamespace, hashes: Hashes, range_: Range, context: bytes, deadline: float | None
     ) -> Lease:
         """See Client.lease."""
-        return CopiedLease(self, ns, hashes, range_, context, BULK if deadline is None else deadline)
+        return CopiedLease(self, ns, hashes, range_, context, TRANSFER_DEADLINE if deadline is None else deadline)
 
     def fill(
         self, ns: RegisteredNamespace, hashes: Hashes, range_: Range, context: bytes, deadline: float | None
@@ -342,9 +342,9 @@ class CopiedFill(Fill):
 
     def __enter__(self) -> CopiedFill:
         nbytes = self._ns.extents(self._range).body_bytes
-        until = time.monotonic() + (CONTROL if self._deadline is None else self._deadline)
+        until = time.monotonic() + (CONTROL_DEADLINE if self._deadline is None else self._deadline)
         try:
-            in_time(CONTROL if self._deadline is None else self._deadline)
+            in_time(CONTROL_DEADLINE if self._deadline is None else self._deadline)
             missing = self._remote.missing(self._ns, self._hashes, self._range, self._context, until)
             if len(missing) * nbytes > MAX_FILL:
                 raise Invalid(
@@ -363,7 +363,7 @@ class CopiedFill(Fill):
         buffers, self._buffers = self._buffers, None
         if kind is not None or buffers is None:
             return
-        until = time.monotonic() + (BULK if self._deadline is None else self._deadline)
+        until = time.monotonic() + (TRANSFER_DEADLINE if self._deadline is None else self._deadline)
         done = self._remote.send(self._ns, self._hashes, buffers, list(buffers), self._range, self._context, until)
         self.sealed, self.ending = int(done), done.ending
 

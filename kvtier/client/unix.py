@@ -35,7 +35,7 @@ from kvtier.client.connection import Attachment, Connection
 from kvtier.errors import Invalid, KvtierError, Stale, Unavailable
 from kvtier.format.layout import HEADER_BYTES, Range
 from kvtier.protocol.frames import Verb
-from kvtier.protocol.limits import CONTROL
+from kvtier.protocol.limits import CONTROL_DEADLINE
 from kvtier.protocol.stops import PRESENT, Ending
 from kvtier.protocol.v1 import kvtier_pb2 as pb
 
@@ -87,13 +87,13 @@ class UnixTransport:
         self, ns: RegisteredNamespace, hashes: Hashes, range_: Range, context: bytes, deadline: float | None
     ) -> Lease:
         """See Client.lease."""
-        return MappedLease(self, ns, hashes, range_, context, CONTROL if deadline is None else deadline)
+        return MappedLease(self, ns, hashes, range_, context, CONTROL_DEADLINE if deadline is None else deadline)
 
     def fill(
         self, ns: RegisteredNamespace, hashes: Hashes, range_: Range, context: bytes, deadline: float | None
     ) -> Fill:
         """See Client.fill."""
-        return MappedFill(self, ns, hashes, range_, context, CONTROL if deadline is None else deadline)
+        return MappedFill(self, ns, hashes, range_, context, CONTROL_DEADLINE if deadline is None else deadline)
 
     def get(
         self,
@@ -255,7 +255,7 @@ class MappedLease(Lease):
         self._memory = None
         connection = self._local.connection
         # the tail first, so that it is older than its head and goes first
-        connection.release(attachment, self._ids[::-1], min(CONTROL, self._deadline))
+        connection.release(attachment, self._ids[::-1], min(CONTROL_DEADLINE, self._deadline))
         connection.unuse(attachment)
 
     def __len__(self) -> int:
@@ -374,5 +374,5 @@ class MappedFill(Fill):
         if attachment is None:
             return
         connection = self._local.connection
-        connection.finish(attachment, Verb.ABORT, [id_ for id_, _ in self._ids], min(CONTROL, self._deadline))
+        connection.finish(attachment, Verb.ABORT, [id_ for id_, _ in self._ids], min(CONTROL_DEADLINE, self._deadline))
         connection.unuse(attachment)

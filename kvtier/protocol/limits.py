@@ -35,5 +35,3 @@ CHUNK = 2 << 20
 MAX_OPEN = 4096  # reservations and leases
 MAX_DRAINED = 16  # earlier sessions that one hello names
 SESSION_ID = 16  # bytes of a session's id
-
-LOOKUP, CONTROL, BULK = LOOKUP_DEADLINE, CONTROL_DEADLINE, TRANSFER_DEADLINE

@@ -426,7 +426,7 @@ import kvtier
 from kvtier.client import connection
 from kvtier.client.api import Client
 from tests.support.daemon import *
-connection._HELLO_DEADLINE = PATIENCE # a busy machine may let a second pass between a connection and its answer
+connection.HELLO_DEADLINE = PATIENCE # a busy machine may let a second pass between a connection and its answer
 def say(value):
     print(json.dumps(value), flush=True)
 def hear():

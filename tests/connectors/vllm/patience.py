@@ -17,7 +17,7 @@ _MODULES = {
     "LOAD_SECONDS": mover,
     "SYNC_SECONDS": mover,
     "CALL_SECONDS": mover,
-    "_HELLO_DEADLINE": connection,
+    "HELLO_DEADLINE": connection,
 }
 PRODUCTION: dict[str, float] = {name: getattr(module, name) for name, module in _MODULES.items()}
 

@@ -53,7 +53,7 @@ _LIMITS: dict[str, Any] = {
     "LOAD_SECONDS": offload_tier,
     "STORE_SECONDS": offload_tier,
     "CLOSE_SECONDS": offload_tier,
-    "_HELLO_DEADLINE": connection,
+    "HELLO_DEADLINE": connection,
 }
 _PRODUCTION = {name: getattr(module, name) for name, module in _LIMITS.items()}
 
