@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.crew import Handlers, serve
+from bench.workers import Handlers, serve
 
 Bytes = NDArray[np.uint8]
 Call = Callable[[int], object]  # moves batch i

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from bench.crew import Handlers, serve
-from bench.crowd import wait_mapped
+from bench.client_process import wait_mapped
 from bench.harness import now
 from bench.live import description
 from bench.pools import Bytes, private
+from bench.workers import Handlers, serve
 from kvtier.client.api import Client
 
 LOOKUP, LOAD, SAVE = 1.0, 2.0, 2.0  # deadlines: longer than an engine's, so that a slow answer is measured and no miss

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from bench.contest import Bytes, Contestant, Field
-from bench.crew import Handlers, Worker, die_with_parent, serve
+from bench.workers import Handlers, Worker, die_with_parent, serve
 
 MiB, GiB = 2**20, 2**30
 SEGMENT = 2 * GiB

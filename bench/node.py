@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.crew import Worker
 from bench.harness import Child, now
 from bench.live import DEADLINE, arena_for, slot_bytes
 from bench.mixes import Request
+from bench.workers import Worker
 from kvtier.client.api import Client
 from kvtier.store.allocator import Slabs
 
@@ -107,7 +107,7 @@ class Node:
         """The daemon's."""
         return self.client.status(deadline=DEADLINE)
 
-    def crew(self, n: int) -> None:
+    def start_engines(self, n: int) -> None:
         """Starts engines until there are `n`."""
         arguments = ["-m", "bench.engine", str(self.path), str(self.body_bytes), str(self.parts)]
         self.engines += [self._stack.enter_context(Worker(arguments)) for _ in range(n - len(self.engines))]
@@ -115,7 +115,7 @@ class Node:
     def replay(self, requests: Sequence[Request], engines: int, tick: Callable[[int], object]) -> list[Result]:
         """Every request once, dealt to the engines in turn, each of which serves its own one after the other without a
         pause."""
-        self.crew(engines)
+        self.start_engines(engines)
         found: list[Result] = []
         for at in range(0, len(requests), CHUNK * engines):
             chunk = requests[at : at + CHUNK * engines]

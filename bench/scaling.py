@@ -22,7 +22,6 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from bench.crew import Worker
 from bench.harness import (
     Effort,
     KiB,
@@ -40,6 +39,7 @@ from bench.harness import (
 from bench.live import BATCH, BODY, DEADLINE, HASH, Live, arena_for, fresh
 from bench.pools import endless, pool_bytes, private
 from bench.report import Report
+from bench.workers import Worker
 
 EXPONENT = ("<=", 0.1)
 BLOCKS, QUICK_BLOCKS = (1_000, 10_000, 100_000, 1_000_000), (1_000, 2_000)
@@ -92,12 +92,12 @@ def blocks(report: Report, quick: bool) -> None:
 # Clients
 
 
-class Crowd:
-    """As many client processes as the largest crowd has, of which the first few are told to work at once."""
+class Clients:
+    """As many client processes as work at once at most, of which the first few are told to work at once."""
 
     def __init__(self, live: Live, most: int, stack: ExitStack) -> None:
         self.live = live
-        arguments = ["-m", "bench.crowd", str(live.path), str(CROWD_BLOCK)]
+        arguments = ["-m", "bench.client_process", str(live.path), str(CROWD_BLOCK)]
         self.workers = [stack.enter_context(Worker(arguments)) for _ in range(most)]
 
     def work(self, n: int, verb: str, seconds: float) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def clients(report: Report, quick: bool) -> None:
     }
     with ExitStack() as stack:
         live = stack.enter_context(Live(arena_for(12 * BATCH * crowds[-1], CROWD_BLOCK), CROWD_BLOCK))
-        crowd = Crowd(live, crowds[-1], stack)
+        crowd = Clients(live, crowds[-1], stack)
         with progress("clients", trials) as tick:
             for trial in range(trials):
                 for n in turns([str(n) for n in crowds], trial):

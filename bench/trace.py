@@ -211,7 +211,7 @@ def engines(report: Report, found: dict[str, list[Request]], quick: bool) -> Non
     held = capacities(requests)["FP8"]
     for n in QUICK_CROWDS if quick else CROWDS:
         with progress(f"{mix}, {n} engines", len(requests)) as tick, node_of(held, "FP8") as node:
-            node.crew(n)
+            node.start_engines(n)
             before = node.status()
             results = node.replay(requests, n, lambda k: [tick() for _ in range(k)])
             case = f"{mix}, FP8, {n} engines"

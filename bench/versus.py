@@ -21,10 +21,10 @@ from typing import Annotated
 
 import typer
 
-from bench.crew import Failed, Worker
 from bench.harness import ROOT, Effort, KiB, MiB, Phase, Window, cpu_seconds, end_cleanly, progress, ratios, turns
 from bench.pools import pool_bytes
 from bench.report import Report
+from bench.workers import Failed, Worker
 
 BATCH = 32
 PEERS, VLLM = ROOT / ".venv-peers" / "bin" / "python", ROOT / ".venv-vllm" / "bin" / "python"

@@ -222,40 +222,21 @@ def _usual(caches: ModelCaches) -> list[int]:
 
 def _print(found: dict[str, Any], advice: list[dict[str, str]]) -> None:
     print(f"{found['model']}: {size(found['pool_bytes'])} for KV on each rank")
-    rows = []
+    rows: list[tuple[object, ...]] = []
     for name in ("native", "fp8"):
         for group in found["groups"][name]:
             shape = "x".join(map(str, (group["heads"], *group["widths"])))
             per_token = group["payload_bytes"] + group["scale_bytes"]
-            rows.append(
-                (
-                    name,
-                    group["kind"],
-                    group["dtype"],
-                    len(group["layers"]),
-                    shape,
-                    group["window"] or "-",
-                    round(per_token),
-                    group["page_bytes"],
-                )
-            )
+            row = (name, group["kind"], group["dtype"], len(group["layers"]), shape, group["window"] or "-")
+            rows.append((*row, round(per_token), group["page_bytes"]))
     output.table(("", "layers", "dtype", "number", "heads x widths", "window", "bytes/token", "page"), rows)
     print()
     columns = ("context", "native tokens", "sequences", "FP8 tokens", "sequences", "ratio", "unused in last blocks")
-    capacity = []
+    capacity: list[tuple[object, ...]] = []
     for row in found["capacity"]:
         native, fp8 = row["native"], row["fp8"]
-        capacity.append(
-            (
-                row["context"],
-                native["tokens"],
-                native["sequences"],
-                fp8["tokens"],
-                fp8["sequences"],
-                f"{row['ratio']:.3f}",
-                f"{fp8['remainder']:.2%}",
-            )
-        )
+        held = [(one["tokens"], one["sequences"]) for one in (native, fp8)]
+        capacity.append((row["context"], *held[0], *held[1], f"{row['ratio']:.3f}", f"{fp8['remainder']:.2%}"))
     output.table(columns, capacity)
     stored = found["stored_bytes_per_token"]
     fewer = stored["native"] / stored["fp8"]

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import os
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -77,35 +78,21 @@ def calibrate(
         out = sorted({*out, *(() if sliding else loaded.caches.windowed)})
         pieces = quality.texts.read(text or [], loaded.encode, length, samples)
         observer = quality.calibrate.observe(loaded, pieces, lambda done, total: step("calibrate", done, total))
-        options = {
-            "granularity": granularity,
-            "rule": rule,
-            "headroom": headroom,
-            "percent": percentile,
-            "excluded": out,
-        }
-        made = quality.calibrate.export(loaded, observer, pieces, **options)
+        rules = {"granularity": granularity, "rule": rule, "headroom": headroom, "percent": percentile}
+        export = partial(quality.calibrate.export, loaded, observer, pieces, **rules, excluded=out)
+        made = export()
         costs: dict[int, float] = {}
         if sensitivity:
             tokens = quality.texts.read(text or [], loaded.encode, sensitivity, 1)[0].tokens
             costs = quality.calibrate.sensitivity(
                 loaded, made, tokens, lambda done, total: step("each layer alone", done, total)
             )
-            made = quality.calibrate.export(
-                loaded, observer, pieces, **options, report=quality.calibrate.sensitivity_report(costs)
-            )
+            made = export(report=quality.calibrate.sensitivity_report(costs))
     made.save(save)
     if statistics is not None:
         quality.report.write_csv(statistics, quality.calibrate.statistics(observer, made.scales))
-    _say(
-        common,
-        save,
-        made,
-        costs,
-        quality.calibrate.propose(costs, loaded.caches),
-        _strata(observer),
-        _curve(observer, made),
-    )
+    proposed = quality.calibrate.propose(costs, loaded.caches)
+    _say(common, save, made, costs, proposed, _strata(observer), _curve(observer, made))
     return Exit.OK
 
 

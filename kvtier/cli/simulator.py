@@ -381,15 +381,8 @@ def at_bytes(
             raise Invalid(f"{nbytes} bytes hold no block of {tokens} tokens in {dtype}")
         for name in chosen:
             ratio = _ratio(requests, name, capacity, tick)
-            rows.append(
-                {
-                    "format": dtype,
-                    "slot_bytes": extents.slot_bytes,
-                    "blocks": capacity,
-                    "policy": name,
-                    "hit_ratio": ratio,
-                }
-            )
+            row: dict[str, object] = {"format": dtype, "slot_bytes": extents.slot_bytes, "blocks": capacity}
+            rows.append(row | {"policy": name, "hit_ratio": ratio})
     return rows
 
 

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvtier.quality.evaluate import BAD, DOUBTFUL, Evaluation
+from kvtier.quality.compare import Result
+from kvtier.quality.evaluate import BAD, DOUBTFUL, Cell, Evaluation
 from kvtier.quality.standard_schemes import MEANING
 
 FILES = ("report.md", "comparison.csv", "layers.csv", "retrieval.csv", "answers.csv")
@@ -130,24 +131,9 @@ def comparison_rows(made: Evaluation) -> list[dict[str, Any]]:
                 kl, top1 = result.over(result.kl, low, high), result.over(result.top1, low, high)
                 nll, native = result.over(result.nll, low, high), result.over(result.native_nll, low, high)
                 assert kl is not None and top1 is not None and nll is not None and native is not None
-                rows.append(
-                    {
-                        "model": cell.model,
-                        "text": cell.text,
-                        "length": cell.length,
-                        "scheme": result.scheme.name,
-                        "from": low,
-                        "to": high,
-                        "sequences": kl.sequences,
-                        "kl": kl.mean,
-                        "kl_half": kl.half,
-                        "nll": nll.mean,
-                        "native_nll": native.mean,
-                        "top1": top1.mean,
-                        "top1_half": top1.half,
-                        "clipped_share": result.clipped,
-                    }
-                )
+                row = _place(cell, result) | {"from": low, "to": high, "sequences": kl.sequences}
+                row |= {"kl": kl.mean, "kl_half": kl.half, "nll": nll.mean, "native_nll": native.mean}
+                rows.append(row | {"top1": top1.mean, "top1_half": top1.half, "clipped_share": result.clipped})
     return rows
 
 
@@ -160,20 +146,14 @@ def layer_rows(made: Evaluation) -> list[dict[str, Any]]:
                 top = float(tally.amax.max()) if tally.amax is not None else 0.0
                 scales = result.scheme.scales.get((layer, part))
                 limit = 448 * float(scales.max()) if scales is not None and scales.dim() == 1 else None
-                rows.append(
-                    {
-                        "model": cell.model,
-                        "text": cell.text,
-                        "length": cell.length,
-                        "scheme": result.scheme.name,
-                        "layer": layer,
-                        "part": part,
-                        "amax": top,
-                        "amax_over_limit": None if limit is None else top / limit,
-                        "clipped_share": tally.clipped / max(1, tally.elements),
-                    }
-                )
+                row = _place(cell, result) | {"layer": layer, "part": part, "amax": top}
+                row["amax_over_limit"] = None if limit is None else top / limit
+                rows.append(row | {"clipped_share": tally.clipped / max(1, tally.elements)})
     return rows
+
+
+def _place(cell: Cell, result: Result) -> dict[str, Any]:
+    return {"model": cell.model, "text": cell.text, "length": cell.length, "scheme": result.scheme.name}
 
 
 def retrieval_rows(made: Evaluation) -> list[dict[str, Any]]:

@@ -12,12 +12,12 @@ from typer.testing import CliRunner
 
 import kvtier
 from bench import docs, mixes
-from bench.crew import Failed, Worker
 from bench.harness import Phase, Window
 from bench.scaling import exponent
 from bench.timing import Device, Served, play, waiting_starts
 from bench.trace import SHARE, capacities, predicted, tokens_of
 from bench.versus import best
+from bench.workers import Failed, Worker
 from kvtier.cli import bench
 from kvtier.cli.app import app, load_commands
 
@@ -140,7 +140,7 @@ def test_of_a_peer_with_several_ways_the_best_of_each_trial_counts() -> None:
 
 PROGRAM = """
 import contextlib, sys, time
-from bench.crew import serve
+from bench.workers import serve
 @contextlib.contextmanager
 def make():
     print("a library says something on stdout")

@@ -182,16 +182,10 @@ def store(arguments: argparse.Namespace) -> None:
                 if slot is None:
                     continue  # known already
                 for (layer, part), counts in write_block(slot, extents, content, scales.scales).items():
-                    clipped += int(counts.clipped.sum())
                     elements = content[layer]["kv".index(part)].numel()
-                    drift.add(
-                        layer,
-                        part,
-                        elements,
-                        int(counts.clipped.sum()),
-                        int(counts.nonfinite.sum()),
-                        counts.amax.numpy(),
-                    )
+                    lost, odd = int(counts.clipped.sum()), int(counts.nonfinite.sum())
+                    clipped += lost
+                    drift.add(layer, part, elements, lost, odd, counts.amax.numpy())
                     if counts.nonfinite.any():
                         raise Invalid(f"{part} of layer {layer} is not finite: nothing is stored")
                 emit("progress", what="quantize and store", done=i + 1, total=len(setup.hashes))

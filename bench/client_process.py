@@ -1,4 +1,4 @@
-"""One of many clients of `bench.scaling`: `python -m bench.crowd SOCKET SIZE`. Told to work, it puts, gets or only
+"""One of many clients of `bench.scaling`: `python -m bench.client_process SOCKET SIZE`. Told to work, it puts, gets or only
 copies until its time is over."""
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from bench.crew import Handlers, serve
 from bench.harness import now
 from bench.live import BATCH, DEADLINE, description, fresh
 from bench.pools import private
+from bench.workers import Handlers, serve
 from kvtier.client.api import Client
 
 KEPT = 4  # batches that it reads in turn
