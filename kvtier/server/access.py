@@ -71,10 +71,7 @@ class _Watched:
             self._load()
 
     def look(self) -> None:
-        """Reads again if a file changed since it was last read; at most every second.
-
-        Never raises: logs what is wrong, once a change.
-        """
+        """Reads changed files again, looking at most every second. Never raises: logs what is wrong, once a change."""
         if time.monotonic() < self._next_look or not self._lock.acquire(blocking=False):
             return
         try:
@@ -167,10 +164,7 @@ class Tokens:
 
 
 class Certificates:
-    """The daemon's certificate chain, its key, and the authority that must have issued clients' certificates, if any.
-
-    Raises Invalid.
-    """
+    """The daemon's certificates and key, and the authority of clients' certificates, if any. Raises Invalid."""
 
     def __init__(self, cert: Path, key: Path, client_ca: Path | None) -> None:
         self.cert, self.key, self.client_ca = cert, key, client_ca
@@ -185,10 +179,7 @@ class Certificates:
         self._watched.reload()
 
     def current(self) -> tuple[bytes, bytes, bytes | None]:
-        """(certificate chain, key, client authority) as PEM: what is in force now.
-
-        The same object as long as nothing changed.
-        """
+        """(chain, key, client authority) as PEM, as in force now: the same object as long as nothing changed."""
         self._watched.look()
         return self._files
 

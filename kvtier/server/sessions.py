@@ -94,10 +94,7 @@ class Session:
         return offsets
 
     def seal(self, id_: int, indices: Sequence[int], checksums: Sequence[int] | None = None) -> int:
-        """Makes entries of a reservation visible (no indices: all). Returns how many are stored, aborted ones excepted.
-
-        Idempotent.
-        """
+        """Makes entries visible (no indices: all). Returns how many are stored, aborted ones excepted. Idempotent."""
         reservation = self._open(id_)
         if reservation is None:
             with self._lock:
@@ -300,10 +297,7 @@ class Sessions:
         return session
 
     def join(self, session_id: bytes, peer: Peer) -> Session:
-        """One more socket of a session, of the same user and process; ends its limbo and `drained`.
-
-        Raises NotFound, Denied, Full.
-        """
+        """One more socket, of the same user and process; ends limbo and `drained`. Raises NotFound, Denied, Full."""
         with self._lock:
             session = self._find(session_id, peer)
             if session.sockets >= MAX_SOCKETS:
