@@ -1,9 +1,9 @@
 """Which slots exist, which of them are free, and who gets one when there are too few.
 
-A slab is a run of bytes that belongs to one slot size at a time. Slots are named by their page: offset in the arena / 4 KiB. Slot sizes are exact
-(block rounded up to 4 KiB), so users need not know them; slabs move between sizes when they hold nothing. Free slots go first, then empty slabs of
-other sizes, then the slots of what is worth least (`eviction`). A request that cannot be met takes nothing and evicts nothing. Holds no data, does
-no I/O. Not thread-safe: the store holds its lock around every call.
+A slab is a run of bytes that belongs to one slot size at a time. Slots are named by their page: offset in the arena / 4 KiB. Slot sizes are
+exact (block rounded up to 4 KiB), so users need not know them; slabs move between sizes when they hold nothing. Free slots go first, then
+empty slabs of other sizes, then the slots of what is worth least (`eviction`). A request that cannot be met takes nothing and evicts
+nothing. No data, no I/O. Not thread-safe: the owner (`Store`, the SSD tier) holds its lock around every call.
 """
 
 from __future__ import annotations
@@ -52,13 +52,15 @@ class Slabs:
         self._by_index: list[SizeClass | None] = [None] * (MAX_CLASSES + 1)
         backed = self.count if backed is None else min(backed, self.count)
         self._unbacked = list(range(self.count - 1, backed - 1, -1))
-        self._pool = list(
-            range(backed - 1, -1, -1)
-        )  # slabs without a class; the lowest goes first (it is prefaulted first)
+        # slabs without a class; the lowest goes first (it is prefaulted first)
+        self._pool = list(range(backed - 1, -1, -1))
         self._owner: list[SizeClass | None] = [None] * self.count
 
     def size_class(self, slot_bytes: int) -> SizeClass:
-        """The class of this slot size, made on first use. Raises Invalid if a slab is too small for it, Full if there are too many sizes."""
+        """The class of this slot size, made on first use.
+
+        Raises Invalid if a slab is too small for it, Full if there are too many sizes.
+        """
         found = self.classes.get(slot_bytes)
         if found is not None:
             return found
@@ -77,11 +79,6 @@ class Slabs:
         made = SizeClass(index, slot_bytes)
         self.classes[slot_bytes] = self._by_index[index] = made
         return made
-
-    def by_index(self, index: int) -> SizeClass:
-        found = self._by_index[index]
-        assert found is not None
-        return found
 
     def take(self, size: SizeClass, n: int) -> array[int]:
         """Up to `n` free slots: from the class's slabs, then from slabs without a class, then from empty slabs of other classes."""
@@ -106,7 +103,10 @@ class Slabs:
         self._pool.append(self._unbacked.pop())
 
     def restore(self, pages: npt.NDArray[np.uint32], slots: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
-        """Takes exactly these slots, oldest first, before any other is taken. Returns which could be: others lie outside, overlap or mix sizes."""
+        """Takes exactly these slots, oldest first, before any other is taken. Returns which could be taken.
+
+        The others lie outside or overlap, or are of another size than the youngest of their slab.
+        """
         pages, slots = pages.astype(np.uint32), slots.astype(np.uint32)
         taken = np.zeros(len(pages), np.bool_)
         slab_of = pages // self.slab_pages
@@ -115,13 +115,9 @@ class Slabs:
         bounds = np.flatnonzero(np.diff(slab_of[order])) + 1
         pool = set(self._pool)
         for mine in np.split(order, bounds) if len(order) else ():
-            slab, slot = (
-                int(slab_of[mine[0]]),
-                int(slots[mine[-1]]),
-            )  # of several sizes that of the youngest has written over the others
-            if slab not in pool:
-                continue
-            if slot not in self.classes and len(self.classes) >= MAX_CLASSES:
+            # of several sizes that of the youngest has written over the others
+            slab, slot = int(slab_of[mine[0]]), int(slots[mine[-1]])
+            if slab not in pool or (slot not in self.classes and len(self.classes) >= MAX_CLASSES):
                 continue
             size, step, first = self.size_class(slot), slot // SLOT_ALIGN, slab * self.slab_pages
             index, rest = np.divmod(pages[mine].astype(np.int64) - first, step)
@@ -184,7 +180,7 @@ class Slabs:
         return sum(size.slot_bytes * self.taken(size) for size in self.classes.values())
 
     def check_integrity(self, taken: dict[int, int]) -> None:
-        """`taken` is the ledger's view: page -> slot bytes. Asserts that both agree and that every slot is either free or taken, once."""
+        """Asserts that this agrees with `taken`, the ledger's {page: slot bytes}, and that every slot is either free or taken, once."""
         seen = dict(taken)
         for size in self.classes.values():
             assert self._by_index[size.index] is size
@@ -199,9 +195,8 @@ class Slabs:
                 assert not mine & pages and mine | (pages & slots) == slots, f"slab {slab}: a slot is lost or doubled"
                 assert len(mine) == self.used[slab], f"slab {slab}: {self.used[slab]} counted, {len(mine)} taken"
         assert not seen, "slots taken outside any slab"
-        assert sorted(self._pool + [s for c in self.classes.values() for s in c.slabs] + self._unbacked) == list(
-            range(self.count)
-        )
+        slabs = self._pool + [s for c in self.classes.values() for s in c.slabs] + self._unbacked
+        assert sorted(slabs) == list(range(self.count))
 
     def _adopt(self, size: SizeClass, slab: int) -> None:
         first, step = slab * self.slab_pages, size.slot_bytes // SLOT_ALIGN
@@ -211,9 +206,8 @@ class Slabs:
 
     def _reclaim(self, for_: SizeClass) -> bool:
         for size in self.classes.values():
-            if (
-                size is not for_ and len(size.free) * size.slot_bytes + size.slot_bytes > self.slab_bytes
-            ):  # only then can a slab be empty
+            # only then can a slab be empty
+            if size is not for_ and len(size.free) * size.slot_bytes + size.slot_bytes > self.slab_bytes:
                 slab = next((slab for slab in size.slabs if not self.used[slab]), None)
                 if slab is not None:
                     self.release_slab(slab)
@@ -246,7 +240,7 @@ class Allocator:
     def size_class(self, slot: int, n: int = 1) -> SizeClass:
         """The class of this slot size. When all are taken, the one that was used longest ago goes, of those with nothing in use.
 
-        Raises Full where none can go, or where `n` slots could not be taken afterwards either: nothing is evicted in vain.
+        Raises Full where none can go, or where `n` slots could not be taken afterwards either; nothing is evicted then.
         """
         ledger, slabs = self._ledger, self._slabs
         try:
@@ -264,17 +258,16 @@ class Allocator:
         """`n` free slots of this class, evicting what is worth least. Raises Full with nothing taken and nothing evicted."""
         if not self._can_take(size, n):
             self._counters.full += 1
-            raise Full(
-                "full, retry: what is leased and reserved leaves too little of the arena for blocks of this size"
-            )
+            leaves = "what is leased and reserved leaves too little of the arena for blocks of this size"
+            raise Full(f"full, retry: {leaves}")
         pages = self._slabs.take(size, n)
         while len(pages) < n:
-            self._make_room(size, n - len(pages))
+            self._evict_for(size, n - len(pages))
             pages += self._slabs.take(size, n - len(pages))
         return pages
 
     def free(self, rows: Sequence[int]) -> None:
-        """Forgets rows that nobody leases and gives their slots back."""
+        """Forgets unleased rows and gives their slots back."""
         if self._poison and self._arena is not None:
             for row in rows:
                 page, slot, _ = self._ledger.place(row)
@@ -286,7 +279,7 @@ class Allocator:
         self._slabs.give(pages)
 
     def _can_take(self, size: SizeClass, n: int) -> bool:
-        """Whether `n` slots of this class can be had by evicting all that may go. Cheap unless slabs of other sizes are needed."""
+        """Whether `n` slots of this class are there if all goes that may. Cheap unless slabs of other sizes are needed."""
         ledger, slabs = self._ledger, self._slabs
         slots = len(size.free) + ledger.idle(size.index) + slabs.unowned * slabs.slots(size)
         for other in slabs.classes.values():
@@ -297,17 +290,15 @@ class Allocator:
                 slots += (empty + len(ledger.slab_ages(other.index, slabs.slab_pages))) * slabs.slots(size)
         return slots >= n
 
-    def _make_room(self, size: SizeClass, n: int) -> None:
-        """Evicts up to `n` blocks of this class, or a slab of the class whose next victim is worth least. `_can_take` has found that one can go."""
+    def _evict_for(self, size: SizeClass, n: int) -> None:
+        """Evicts up to `n` blocks of this class, or a slab of the class whose next victim is worth least. `_can_take` was true."""
         ledger, eviction = self._ledger, self._eviction
         eviction.learn()
         classes = self._slabs.classes.values()
-        alone = len(classes) == 1  # as nearly always
-        least = (
-            {size.index: (0.0, 0)}
-            if alone
-            else {c.index: worth for c in classes if (worth := eviction.least(c.index)) is not None}
-        )
+        if len(classes) == 1:  # as nearly always
+            least = {size.index: (0.0, 0)}
+        else:
+            least = {c.index: worth for c in classes if (worth := eviction.least(c.index)) is not None}
         while (giver := source(size.index, least)) is not None:
             if giver == size.index:
                 self._evict(eviction.victims(giver, n))
@@ -320,7 +311,7 @@ class Allocator:
                 self._counters.drained_slabs += 1
                 return
             del least[giver]  # something is in use in each of its slabs
-        raise AssertionError("less room than was counted")
+        raise AssertionError("fewer slots than were counted")
 
     def _evict(self, rows: Sequence[int]) -> None:
         self._counters.evicted_blocks += len(rows)

@@ -1,9 +1,7 @@
-"""Which blocks are known, where they stand, who holds them, and who goes first when there is too little room.
+"""Which blocks are known, where they stand, who leases them, and in what order they were used: one table, a block a row.
 
-Compact: no object per block. A block is a *row*, an index into columns; 256 small dicts (by the key's first byte) lead from key to row,
-because one dict of a million keys stops the interpreter for 300 ms when it grows and small ones for less than 1. Rows that nobody leases stand in
-a list by age, one list per slot size and *rank*, which `order` gives them; leased rows stand in none, but for the few that are *kept*: held by who
-moves blocks, which is no use. A key enters the index only when its block is sealed. No I/O, no block bytes. Not thread-safe: its owner has a lock.
+One rule: a key enters the index only when its block is sealed. Compact, without an object per block: a row is an index into columns. No I/O, no
+block bytes. Only the owners of a table call it (`Store`, the SSD tier, and the allocator and eviction of each), all under the owner's one lock.
 """
 
 from __future__ import annotations
@@ -17,14 +15,28 @@ import numpy.typing as npt
 
 MAX_CLASSES = 255  # slot sizes at a time
 FREE, RESERVED, SEALED, DOOMED = range(4)  # DOOMED: deleted while leased; its slot is free after the last release
-_GROW = 1 << 14
 _SPAN = 1 << 20
+_GROW = 1 << 14  # rows more, each time
 USES = 8  # uses of a block that are told apart
 _FIRST = (MAX_CLASSES + 1) * USES  # rows below are the heads of the age lists, one per size class and rank
 
 
 class Ledger:
-    """Rows and their order. `pages` are slots as `slabs` names them."""
+    """The table of blocks. Its public names are the interface, and all that a compiled table must offer; columns are read and written here only.
+
+    totals    tick, known, reserved, reserved_bytes, leased, leased_bytes, idle
+    keys      find, find_each, idle_rows                                 from key to row
+    life      reserve, seal, lease, release, doom, forget, restore       of many rows a call
+    a row     key, namespace, place, is_leased, is_sealed, is_reserved
+    rows      keys, pages, slots, slot_bytes, block_bytes, uses, checksums, set_checksums
+    order     use, history, sample, youngest, oldest, from_oldest        for `Eviction`
+    scans     expired, rows_of_slab, rows_of_namespace, slab_ages, handles, snapshot, copy_sealed: these look at every row
+    proofs    held_rows, reserved_rows, check_integrity
+
+    256 small dicts (by the key's first byte) lead from key to row, because one dict of a million keys stops the interpreter for 300 ms when it
+    grows and small ones for less than 1. Unleased rows stand in lists by age, one per size class and *rank*: how often the block was used
+    again. Leased rows stand in none, except the few that are *kept*: leased in order to move them between tiers, which does not count as use.
+    """
 
     def __init__(self) -> None:
         self._shards: list[dict[bytes, int]] = [{} for _ in range(256)]
@@ -32,20 +44,20 @@ class Ledger:
         self._keys: list[bytes] = []
         self._state = array("B")
         self._size = array("B")  # index of the size class
-        self._rank = array("B")  # below USES; what it was when the row was linked says in which list it stands
+        self._rank = array("B")  # below USES; its value when the row was linked says in which list it stands
         self._leases = array("I")
         self._page = array("I")
         self._nbytes = array("I")  # of the block
         self._slot = array("I")  # bytes of the slot
         self._namespace = array("I")  # handle
-        self._checksum = array("Q")  # xxh3-64 of the block, 0 while nobody has computed it
+        self._checksum = array("Q")  # xxh3-64 of the block, 0: not computed yet
         self._age = array("Q")  # tick of the last use
         self._prev = array("I")
         self._next = array("I")
         self.tick = 0  # rows that were put or used so far
         self.known = 0  # sealed blocks
         self.reserved = self.reserved_bytes = 0  # rows and bytes of their slots
-        self.leased = self.leased_bytes = 0  # rows that somebody leases, doomed ones too
+        self.leased = self.leased_bytes = 0  # leased rows, doomed ones too
         self._kept: set[int] = set()  # leased rows that stand in their lists
         self._idle = array("I", bytes(4 * (MAX_CLASSES + 1)))  # unleased sealed rows of each size class
         self._grow(_FIRST)
@@ -84,9 +96,8 @@ class Ledger:
         cut = len(self._free) - n
         rows = self._free[cut:].tolist()
         del self._free[cut:]
-        state, sizes, rank_of, page_of, nbytes_of, slot_of, namespaces, key_of = (
-            self._state, self._size, self._rank, self._page, self._nbytes, self._slot, self._namespace, self._keys,
-        )  # fmt: skip
+        state, sizes, rank_of, page_of = self._state, self._size, self._rank, self._page
+        nbytes_of, slot_of, namespaces, key_of = self._nbytes, self._slot, self._namespace, self._keys
         for row, page, key, rank in zip(rows, pages, keys, ranks or bytes(n), strict=True):
             state[row] = RESERVED
             sizes[row] = size
@@ -102,7 +113,7 @@ class Ledger:
         return rows
 
     def seal(self, rows: Sequence[int]) -> list[bool]:
-        """Makes reserved rows known, youngest first row. False where the key is already known: that row stays reserved."""
+        """Makes reserved rows known; the first counts as the youngest. False where the key is known already: that row stays reserved."""
         sealed = []
         won = []
         state, keys, shards = self._state, self._keys, self._shards
@@ -122,9 +133,9 @@ class Ledger:
         return sealed
 
     def lease(self, rows: Sequence[int], keep: bool = False) -> int:
-        """One more holder for each of these sealed rows (each given once). Returns the bytes of slots that nobody held before.
+        """One more lease for each of these sealed rows (each given once). Returns the bytes of slots that had none before.
 
-        `keep`: rows that nobody else leases stay at their age, unless somebody leases them without `keep` meanwhile.
+        `keep`: rows without another lease stay at their age, until they are leased without `keep`.
         """
         leases = self._leases
         idle = [row for row in rows if not leases[row]]
@@ -142,7 +153,7 @@ class Ledger:
         return fresh
 
     def release(self, rows: Sequence[int]) -> tuple[int, list[int]]:
-        """One holder less. Returns the bytes of slots that nobody holds now, and the doomed rows among them: nobody needs these any more."""
+        """One lease less. Returns the bytes of slots that have none now, and the doomed rows among them, which are to be forgotten."""
         leases, state = self._leases, self._state
         for row in rows:
             assert leases[row] > 0
@@ -168,33 +179,77 @@ class Ledger:
 
     def expired(self, handle: int, tick: int, most: int) -> list[bytes]:
         """Keys of up to `most` unleased blocks of a namespace whose last use was at this tick or before. Looks at every row."""
-        mine = (np.frombuffer(self._namespace, np.uint32) == handle) & (np.frombuffer(self._state, np.uint8) == SEALED)
-        mine &= (np.frombuffer(self._age, np.uint64) <= np.uint64(tick)) & (np.frombuffer(self._leases, np.uint32) == 0)
-        return list(map(self.key, np.flatnonzero(mine)[:most].tolist()))
+        mine = self._sealed_of(handle) & (np.frombuffer(self._leases, np.uint32) == 0)
+        mine &= np.frombuffer(self._age, np.uint64) <= np.uint64(tick)
+        return self.keys(np.flatnonzero(mine)[:most].tolist())
+
+    def use(self, rows: Sequence[int]) -> tuple[list[tuple[int, int, int]], list[int]]:
+        """These blocks, head first and each once, are about to be leased. Not a use where they are leased already, but for kept ones.
+
+        A rank grows by one, but not above that of the rows before it. Returns (rank, ticks since the last use, rows) of each run of rows
+        that were alike, and the rows that were used for the second time.
+        """
+        leases, ages, ranks, kept = self._leases, self._age, self._rank, self._kept
+        runs: list[tuple[int, int, int]] = []
+        again: list[int] = []
+        low, then, before, n = USES - 1, 0, 0, 0
+        for row in rows:
+            rank = ranks[row]
+            if leases[row] and row not in kept:
+                low = min(low, rank)
+                continue
+            age = ages[row]
+            if age != then or rank != before:
+                if n:
+                    runs.append((before, self.tick - then, n))
+                then, before, n = age, rank, 0
+            n += 1
+            if rank < low:
+                if not rank:
+                    again.append(row)
+                ranks[row] = low = rank + 1
+            elif rank > low:
+                ranks[row] = low
+        if n:
+            runs.append((before, self.tick - then, n))
+        return runs, again
+
+    def history(self, rows: Sequence[int]) -> tuple[list[bytes], list[int], list[int]]:
+        """Keys, ranks and ticks of the last use."""
+        return self.keys(rows), self.uses(rows), list(map(self._age.__getitem__, rows))
+
+    def sample(self, most: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any], int]:
+        """Ranks and ticks since the last use of the sealed rows among up to `most`, evenly spread; and of how many rows each stands for one."""
+        stride = -(-len(self._state) // most)
+        mine = np.flatnonzero(np.frombuffer(self._state, np.uint8)[::stride] == SEALED)
+        ranks, ages = (
+            np.frombuffer(column, column.typecode)[::stride][mine].astype(np.int64)
+            for column in (self._rank, self._age)
+        )
+        return ranks, self.tick - ages, stride
 
     def youngest(self, size: int) -> int | None:
         """Tick of the youngest unleased block of a size class, None if there is none."""
         heads = range(size * USES, (size + 1) * USES)
         return max((self._age[row] for head in heads if (row := self._prev[head]) != head), default=None)
 
-    def oldest(self, size: int) -> list[tuple[int, int]]:
-        """(rank, row) of the oldest unleased block of each rank of a size class that has one."""
+    def oldest(self, size: int) -> list[tuple[int, int, int]]:
+        """(rank, tick, row) of the oldest unleased block of each rank of a size class that has one."""
         first = self._next[size * USES : (size + 1) * USES]
-        return [
-            (rank, row) for rank, row in enumerate(map(self._unkept, first) if self._kept else first) if row >= _FIRST
-        ]
+        rows = map(self._unkept, first) if self._kept else first
+        return [(rank, self._age[row], row) for rank, row in enumerate(rows) if row >= _FIRST]
 
-    def from_oldest(self, row: int, n: int) -> tuple[list[int], int | None]:
-        """Up to `n` unleased rows of one list and age, beginning with this one, and the row behind them, None at the young end."""
+    def from_oldest(self, row: int, n: int) -> tuple[list[int], tuple[int, int] | None]:
+        """Up to `n` unleased rows of one list and age, from this one on; and (tick, row) of the one behind them, None at the young end."""
         rows, after, ages, age = [row], self._next, self._age, self._age[row]
         while True:
             row = self._unkept(after[row]) if self._kept else after[row]
             if row < _FIRST or ages[row] != age or len(rows) == n:
-                return rows, row if row >= _FIRST else None
+                return rows, (ages[row], row) if row >= _FIRST else None
             rows.append(row)
 
     def _unkept(self, row: int) -> int:
-        """This row or the first behind it that nobody leases; the head of its list if there is none."""
+        """This row or the first unleased one behind it; the head of its list if there is none."""
         while row in self._kept:
             row = self._next[row]
         return row
@@ -219,27 +274,29 @@ class Ledger:
         self._free.extend(rows)
         return list(map(self._page.__getitem__, rows))
 
-    def doom(self, row: int) -> None:
-        """A leased row leaves the index at once; `release` hands it back."""
-        assert self._state[row] == SEALED and self._leases[row]
-        self._unlink(list(self._end_keeping((row,))))
-        key = self._keys[row]
-        del self._shards[key[0]][key]
-        self.known -= 1
-        self._state[row] = DOOMED
+    def doom(self, rows: Sequence[int]) -> list[int]:
+        """Those of these sealed rows that are leased leave the index at once; `release` hands them back. Returns the others."""
+        leased = [row for row in rows if self._leases[row]]
+        self._unlink(list(self._end_keeping(leased)))
+        for row in leased:
+            assert self._state[row] == SEALED
+            key = self._keys[row]
+            del self._shards[key[0]][key]
+            self._state[row] = DOOMED
+        self.known -= len(leased)
+        return [row for row in rows if not self._leases[row]] if len(leased) < len(rows) else []
 
     # -- what a row says
 
     def key(self, row: int) -> bytes:
         return self._keys[row]
 
+    def keys(self, rows: Iterable[int]) -> list[bytes]:
+        return list(map(self._keys.__getitem__, rows))
+
     def namespace(self, row: int) -> int:
         """Handle of the block's namespace."""
         return self._namespace[row]
-
-    def uses(self, row: int) -> int:
-        """How often the block was used again, as far as that is told apart (below `USES`)."""
-        return self._rank[row]
 
     def place(self, row: int) -> tuple[int, int, int]:
         """(page, bytes of the slot, bytes of the block)"""
@@ -247,6 +304,10 @@ class Ledger:
 
     def pages(self, rows: Iterable[int]) -> list[int]:
         return list(map(self._page.__getitem__, rows))
+
+    def slots(self, rows: Iterable[int]) -> list[int]:
+        """Bytes of each row's slot."""
+        return list(map(self._slot.__getitem__, rows))
 
     def slot_bytes(self, rows: Iterable[int]) -> int:
         """Bytes of the slots of these rows together."""
@@ -256,12 +317,17 @@ class Ledger:
         """Bytes of the blocks of these rows together."""
         return sum(map(self._nbytes.__getitem__, rows))
 
+    def uses(self, rows: Iterable[int]) -> list[int]:
+        """Ranks: how often each block was used again, as far as that is told apart (below `USES`)."""
+        return list(map(self._rank.__getitem__, rows))
+
     def checksums(self, rows: Iterable[int]) -> list[int]:
-        """xxh3-64 of these blocks, 0 where nobody has computed it."""
+        """xxh3-64 of these blocks, 0 where it has not been computed."""
         return list(map(self._checksum.__getitem__, rows))
 
-    def set_checksum(self, row: int, checksum: int) -> None:
-        self._checksum[row] = checksum
+    def set_checksums(self, rows: Iterable[int], checksums: Iterable[int]) -> None:
+        for row, checksum in zip(rows, checksums, strict=True):
+            self._checksum[row] = checksum
 
     def is_leased(self, row: int) -> bool:
         return self._leases[row] > 0
@@ -273,9 +339,9 @@ class Ledger:
         return self._state[row] == RESERVED
 
     def restore(self, columns: Mapping[str, npt.NDArray[Any]], keys: list[bytes]) -> None:
-        """Fills an empty ledger with sealed blocks, oldest first: columns page, nbytes, slot, size, namespace, checksum. 0.5 s a million blocks.
+        """Fills an empty ledger with sealed blocks, oldest first: columns page, nbytes, slot, size, namespace, checksum.
 
-        Raises ValueError if a key stands twice; the ledger is of no use then.
+        0.5 s a million blocks. Raises ValueError if a key stands twice; the ledger cannot be used then.
         """
         assert not self.known and not self.reserved
         n = len(keys)
@@ -316,7 +382,7 @@ class Ledger:
         return columns, self._keys.copy()
 
     def slab_ages(self, size: int, slab_pages: int) -> dict[int, float]:
-        """Mean tick of the blocks of each slab of a size class in which nothing is leased, reserved or doomed. Costs 2 ms at a million rows."""
+        """Mean tick of each slab of a size class in which nothing is leased, reserved or doomed. Costs 2 ms at a million rows."""
         state, sizes = np.frombuffer(self._state, np.uint8), np.frombuffer(self._size, np.uint8)
         mine = np.flatnonzero((sizes == size) & (state != FREE))
         slabs = np.frombuffer(self._page, np.uint32)[mine] // slab_pages
@@ -330,11 +396,9 @@ class Ledger:
 
     def rows_of_slab(self, size: int, first_page: int, pages: int) -> list[int]:
         """Sealed rows whose slots lie in these pages."""
-        page = np.frombuffer(self._page, np.uint32)
-        state, sizes = np.frombuffer(self._state, np.uint8), np.frombuffer(self._size, np.uint8)
-        found: list[int] = np.flatnonzero(
-            (page >= first_page) & (page < first_page + pages) & (state == SEALED) & (sizes == size)
-        ).tolist()
+        page, sizes = np.frombuffer(self._page, np.uint32), np.frombuffer(self._size, np.uint8)
+        mine = (page >= first_page) & (page < first_page + pages) & (sizes == size)
+        found: list[int] = np.flatnonzero(mine & (np.frombuffer(self._state, np.uint8) == SEALED)).tolist()
         return found
 
     def snapshot(self) -> tuple[bytes, bytes, bytes]:
@@ -343,10 +407,7 @@ class Ledger:
 
     def rows_of_namespace(self, namespace: int, most: int) -> list[int]:
         """Up to `most` sealed rows of a namespace."""
-        mine = (np.frombuffer(self._namespace, np.uint32) == namespace) & (
-            np.frombuffer(self._state, np.uint8) == SEALED
-        )
-        found: list[int] = np.flatnonzero(mine)[:most].tolist()
+        found: list[int] = np.flatnonzero(self._sealed_of(namespace))[:most].tolist()
         return found
 
     def handles(self) -> set[int]:
@@ -369,14 +430,10 @@ class Ledger:
         assert len(indexed) == self.known
         slot, leases = np.frombuffer(self._slot, np.uint32), np.frombuffer(self._leases, np.uint32)
         waiting = np.frombuffer(self._state, np.uint8) == RESERVED
-        assert (self.leased, self.leased_bytes) == (
-            int(np.count_nonzero(leases)),
-            int(slot[leases > 0].sum(dtype=np.uint64)),
-        )
-        assert (self.reserved, self.reserved_bytes) == (
-            int(np.count_nonzero(waiting)),
-            int(slot[waiting].sum(dtype=np.uint64)),
-        )
+        counted = int(np.count_nonzero(leases)), int(slot[leases > 0].sum(dtype=np.uint64))
+        assert (self.leased, self.leased_bytes) == counted
+        counted = int(np.count_nonzero(waiting)), int(slot[waiting].sum(dtype=np.uint64))
+        assert (self.reserved, self.reserved_bytes) == counted
         del slot, leases, waiting
         listed: set[int] = set()
         for head in range(_FIRST):
@@ -404,12 +461,17 @@ class Ledger:
             pages[self._page[row]] = row
         return pages
 
+    def _sealed_of(self, handle: int) -> npt.NDArray[np.bool_]:
+        """For every row whether it is a sealed one of this namespace."""
+        sealed: npt.NDArray[np.bool_] = np.frombuffer(self._state, np.uint8) == SEALED
+        return sealed & (np.frombuffer(self._namespace, np.uint32) == handle)
+
     def _grow(self, rows: int) -> None:
         """More rows. All or nothing: columns of unequal length would not go together."""
         first = len(self._keys)
         columns = (
-            self._state, self._size, self._rank, self._leases, self._page, self._nbytes, self._slot, self._namespace, self._checksum, self._age,
-            self._prev, self._next,
+            self._state, self._size, self._rank, self._leases, self._page, self._nbytes, self._slot, self._namespace,
+            self._checksum, self._age, self._prev, self._next,
         )  # fmt: skip
         try:
             for column in columns:
@@ -433,15 +495,8 @@ class Ledger:
     def _link(self, rows: Sequence[int]) -> None:
         """Puts rows at the young end of their lists, the last first: a tail is always older than its head."""
         self.tick += len(rows)
-        tick, prev, after, sizes, ranks, ages, idle = (
-            self.tick,
-            self._prev,
-            self._next,
-            self._size,
-            self._rank,
-            self._age,
-            self._idle,
-        )
+        tick, prev, after, idle = self.tick, self._prev, self._next, self._idle
+        sizes, ranks, ages = self._size, self._rank, self._age
         for row in reversed(rows):
             size = sizes[row]
             head = size * USES + ranks[row]

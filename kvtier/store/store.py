@@ -1,10 +1,10 @@
-"""Who sees what: the verbs over arena, slabs and ledger, under one lock. Puts, gets, promotions and pins are all made of these.
+"""The memory tier: its verbs over arena, allocator, eviction and ledger, under one lock. Puts, gets, promotions and pins are made of these.
 
-reserve -> fill -> seal | abort        lease -> read -> release        lookup, delete
+reserve -> fill -> seal | abort        lease -> read -> release        lookup, delete        hold, let_go, make_place, finish_place
 
-Space is taken before bytes arrive and nothing is visible before it is sealed; sealed blocks never change. No call waits for room, for
-another client or for a disk: it answers less, or Full at once. The lock is held for bookkeeping only, never while bytes are copied or hashed.
-Callers pass an `Account` (their caps) and get rows back; who keeps rows and ids for a client is `session`. `movers` moves blocks between tiers.
+Space is taken before bytes arrive and nothing is visible before it is sealed; sealed blocks never change. No call waits for space, for another
+client or for a disk: it answers less, or Full at once. The lock is held for bookkeeping only, never while bytes are copied or hashed.
+Thread-safe. Callers pass an `Account` (their caps) and get rows back; `server.sessions` keeps rows and ids for a client.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _DROP_STEP = 2048  # blocks forgotten in one hold of the lock: about 5 ms
 
 
 class Lower(Protocol):
-    """What lies below the arena, as far as the store asks. None of these waits for a disk or a network; all are called without the store's lock,
-    but for `find` and `unsure`, which take no lock of their own."""
+    """What the store asks of the tiers below. None of these waits for a disk or a network. All are called without the store's lock, but for
+    `find` and `unsure`, which take no lock of their own."""
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
         """For each key whether it is known down there."""
@@ -44,7 +44,7 @@ class Lower(Protocol):
         """These blocks were sealed."""
 
     def offer_again(self, keys: Sequence[bytes], handle: int, tenant: str) -> None:
-        """These blocks, of one namespace, were used for the second time: what was left out of a tier may be worth its bytes now."""
+        """These blocks, of one namespace, were used for the second time: a tier that refused them may want them now."""
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """These blocks are to be forgotten."""
@@ -101,8 +101,10 @@ class Store:
         Writes header and padding of each slot. Raises Full (arena, session or tenant; at once), Invalid for a block no slab can hold.
         """
         extents = namespace.extents(resolved)
-        slot, nbytes = extents.slot_bytes, extents.block_bytes
-        reservation = Reservation(namespace, nbytes, [None] * len(keys), [0] * len(keys), [b""] * len(keys))
+        slot = extents.slot_bytes
+        reservation = Reservation(
+            namespace, extents.block_bytes, [None] * len(keys), [0] * len(keys), [b""] * len(keys)
+        )
         offsets = [PRESENT] * len(keys)
         with self._lock:
             if namespace.dropped:
@@ -111,28 +113,15 @@ class Store:
             fresh = [i for i, row in enumerate(present) if row is None]
             if not fresh:
                 return reservation, offsets
-            need = slot * len(fresh)
-            self._check_caps(account, need)
-            size = self._allocator.size_class(slot, len(fresh))
-            pages = self._allocator.take(size, len(fresh))
-            try:
-                ranks = self._eviction.recall(keys, present)
-                rows = self._ledger.reserve(
-                    pages, [keys[i] for i in fresh], nbytes, slot, size.index, namespace.handle, ranks
-                )
-            except BaseException:
-                self._slabs.give(pages)
-                raise
-            account.held += need
-            account.tenant.held += need
+            self._check_caps(account, slot * len(fresh))
+            pages, rows = self._take(account, namespace, extents, keys, present)
         for i, page, row in zip(fresh, pages, rows, strict=True):
             reservation.rows[i], reservation.pages[i], offsets[i] = row, page, page * SLOT_ALIGN
         try:
-            template = header_template(
-                namespace.digest, resolved, context, extents, namespace.description.hashing.nbytes
-            )
+            nbytes = namespace.description.hashing.nbytes
+            template = header_template(namespace.digest, resolved, context, extents, nbytes)
             self._write_heads(reservation, fresh, template, keys, hashes, slot)
-        except BaseException:  # whatever it is, nothing stays taken
+        except BaseException:  # nothing stays taken, whatever it is
             self.abort(account, reservation, fresh)
             raise
         return reservation, offsets
@@ -140,11 +129,11 @@ class Store:
     def seal(
         self, account: Account, reservation: Reservation, indices: Sequence[int], checksums: Sequence[int] | None = None
     ) -> int:
-        """Makes these entries (each once) visible, or frees their slots where the key was sealed meanwhile. Returns how many of them are stored.
+        """Makes these entries (each once) visible, or frees their slots where the key was sealed meanwhile. Returns how many are stored.
 
-        Entries that are finished already are passed over; those that were aborted or dropped do not count. `checksums` are the blocks' digests where
-        the caller has computed them, one per index. Under a dropped namespace nothing is sealed. A block whose header the writer changed is
-        dropped and counted; Lost is raised for it after the others are sealed.
+        Entries that are finished already are passed over; those that were aborted or dropped do not count. `checksums` are the blocks'
+        digests where the caller has computed them, one per index. Under a dropped namespace nothing is sealed. A block whose header the
+        writer changed is dropped and counted; Lost is raised for it after the others are sealed.
         """
         good: list[int] = []
         bad: list[int] = []
@@ -158,15 +147,13 @@ class Store:
                 self._undo(account, reservation, indices)
                 reservation.lost.update(indices)
                 return 0
-            good = [
-                i for i in good if reservation.rows[i] is not None
-            ]  # another socket of the session may have been quicker
+            # another socket of the session may have been quicker
+            good = [i for i in good if reservation.rows[i] is not None]
             rows = [row for i in good if (row := reservation.rows[i]) is not None]
             if checksums is not None:
-                known_sums = dict(zip(indices, checksums, strict=True))
-                for i, row in zip(good, rows, strict=True):
-                    self._ledger.set_checksum(row, known_sums[i])
-            keys = list(map(self._ledger.key, rows))
+                digests = dict(zip(indices, checksums, strict=True))
+                self._ledger.set_checksums(rows, map(digests.__getitem__, good))
+            keys = self._ledger.keys(rows)
             sealed = self._ledger.seal(rows)
             losers = [row for row, won in zip(rows, sealed, strict=True) if not won]
             self._close(account, reservation, good)
@@ -219,15 +206,14 @@ class Store:
 
     def known_each(self, keys: Sequence[bytes]) -> list[bool]:
         """For every single key whether any tier has it. No side effects."""
-        below = (
-            lower.find(keys) if (lower := self.lower) is not None else [False] * len(keys)
-        )  # first: a block on its way up is in one of them
+        # The tiers first: a block on its way up is in one of them until it is in the arena.
+        below = lower.find(keys) if (lower := self.lower) is not None else [False] * len(keys)
         return [a or b for a, b in zip(self.lookup_each(keys), below, strict=True)]
 
     def lease(self, account: Account, keys: list[bytes]) -> tuple[list[int], list[int], int]:
-        """Pins the leading known blocks: (rows, offsets, why it stopped), one each per key. A leased slot never moves, goes or changes.
+        """Leases the leading known blocks: (rows, offsets, why it stopped), one each per key. A leased slot never moves, goes or changes.
 
-        A key given twice is pinned once. Shortened by the caps of session and tenant (Stop.CAP). Never waits, never promotes.
+        A key given twice is leased once. Shortened by the caps of session and tenant (Stop.CAP). Never waits, never promotes.
         """
         ledger = self._ledger
         with self._lock:
@@ -239,37 +225,30 @@ class Store:
                 asked = len(rows)
                 rows, unique, total = self._fit(account, rows)
                 stop = Stop.CAP if len(rows) < asked else stop
-            account.held += total
             again = self._eviction.used(unique)
-            account.tenant.held += ledger.lease(unique)
+            self._charge(account, total, ledger.lease(unique))
             offsets = [page * SLOT_ALIGN for page in ledger.pages(rows)]
-            if (
-                stop == Stop.MISS
-                and (lower := self.lower) is not None
-                and any(lower.find(rest := [keys[len(rows)]]) + lower.unsure(rest))
-            ):
-                stop = Stop.COLD
+            if stop == Stop.MISS and (lower := self.lower) is not None:
+                rest = [keys[len(rows)]]
+                stop = Stop.COLD if lower.find(rest)[0] or lower.unsure(rest)[0] else stop
             if not account.own:
                 self.counters.lease_keys += len(keys)
                 self.counters.leased_blocks += len(rows)
                 self.counters.leased_bytes += total
                 self.counters.unserved[stop] += len(keys) - len(rows)
         if again and (lower := self.lower) is not None:
-            lower.offer_again(list(map(ledger.key, again)), ledger.namespace(again[0]), account.tenant.name)
+            lower.offer_again(ledger.keys(again), ledger.namespace(again[0]), account.tenant.name)
         return rows, offsets, stop
 
     def release(self, account: Account, rows: Sequence[int]) -> None:
         """Ends a lease on these rows (each once), which the caller holds. Deleted blocks that nobody holds any more are freed."""
         with self._lock:
-            account.held -= self._ledger.slot_bytes(rows)
-            idle, doomed = self._ledger.release(rows)
-            account.tenant.held -= idle
-            self._allocator.free(doomed)
+            self._release(account, rows)
 
     def delete(self, keys: list[bytes]) -> int:
-        """Forgets these blocks now; a leased one's slot is freed after its last lease. Returns how many were known. Reservations are untouched.
+        """Forgets these blocks now; a leased one's slot is freed after its last lease. Returns how many were known. Reservations stay.
 
-        Arena, tiers, arena: whoever copies such a block down or up meanwhile looks afterwards whether it is still there, and finds that it is not.
+        First here, then below, then here again: a copy on its way down or up looks afterwards whether the block is still there.
         """
         known = self.forget(keys)
         if (lower := self.lower) is not None:
@@ -286,39 +265,39 @@ class Store:
             return set(found)
 
     def checksums(self, rows: Sequence[int]) -> list[int]:
-        """What the ledger has as digests of these rows, 0 where nobody has computed one. The caller holds a lease on them."""
+        """Digests of these leased rows, 0 where none was computed yet."""
         return self._ledger.checksums(rows)
 
     def learn_checksum(self, row: int, digest: int) -> None:
         """Keeps the digest of a leased block."""
-        self._ledger.set_checksum(row, digest)
+        self._ledger.set_checksums([row], [digest])
 
-    # -- who moves blocks between the tiers. Down: hold -> copy out -> let_go. Up: make_place -> copy in -> finish_place. As a client's lease and
-    # reserve, but without caps, without ids and without counting as use. The lock is not held while bytes move.
+    # -- between the tiers. Down: hold -> copy out -> let_go. Up: make_place -> copy in -> finish_place. As lease and reserve of a client, but
+    # without caps, without ids and without counting as use. The lock is not held while bytes move.
 
     def mover(self, tenant: str) -> Account:
-        """A new account for moving a tenant's blocks. No cap applies: who moves holds few blocks at once."""
+        """A new account for moving a tenant's blocks. No cap applies: a mover holds few blocks at once."""
         made = self.account(tenant, own=True)
         with self._lock:
             self._moving.append(made)
         return made
 
     def hold(self, account: Account, keys: Sequence[bytes], most: int) -> dict[int, int]:
-        """Pins those of these keys (each once) that are in the arena, one at least and up to `most` bytes: {index: row}. `let_go` ends it."""
+        """Leases those of these keys (each once) that are in the arena, one at least and up to `most` bytes: {index: row}, until `let_go`."""
         ledger = self._ledger
         with self._lock:
+            known = {
+                i: row for i, row in enumerate(ledger.find_each(keys)) if row is not None and row not in account.leased
+            }
             found: dict[int, int] = {}
             total = 0
-            for i, row in enumerate(ledger.find_each(keys)):
-                if row is None or row in account.leased:
-                    continue
-                total += ledger.slot_bytes((row,))
-                if total > most and found:
+            for (i, row), slot in zip(known.items(), ledger.slots(known.values()), strict=True):
+                if found and total + slot > most:
                     break
                 found[i] = row
+                total += slot
             rows = list(found.values())
-            account.tenant.held += ledger.lease(rows, keep=True)
-            account.held += ledger.slot_bytes(rows)
+            self._charge(account, total, ledger.lease(rows, keep=True))
             account.leased.update(rows)
             return found
 
@@ -327,19 +306,14 @@ class Store:
         ledger = self._ledger
         with self._lock:
             gone = [row for row in rows if not ledger.is_sealed(row)]
-            for row in spoiled:
-                if ledger.is_sealed(row):
-                    ledger.doom(row)
+            ledger.doom([row for row in spoiled if ledger.is_sealed(row)])
             account.leased.difference_update(rows)
-            account.held -= ledger.slot_bytes(rows)
-            idle, doomed = ledger.release(rows)
-            account.tenant.held -= idle
-            self._allocator.free(doomed)
+            self._release(account, rows)
             return gone
 
     def uses(self, row: int) -> int:
         """How often a held block was used again, as far as that is told apart."""
-        return self._ledger.uses(row)
+        return self._ledger.uses([row])[0]
 
     def slot_of(self, row: int) -> tuple[memoryview, int]:
         """The whole slot of a held or reserved row, and the bytes of its block."""
@@ -348,24 +322,12 @@ class Store:
 
     def make_place(self, account: Account, namespace: Namespace, extents: Extents, key: bytes) -> int | None:
         """Takes a slot for a block that comes up from a lower tier: its row, None if it is here already. Raises Full, Invalid, Stale."""
-        slot = extents.slot_bytes
         with self._lock:
             if namespace.dropped:
                 raise Stale("this namespace was dropped")
             if self._ledger.find_each([key])[0] is not None:
                 return None
-            size = self._allocator.size_class(slot)
-            pages = self._allocator.take(size, 1)
-            try:
-                rank = self._eviction.recall([key], [None], use=0)
-                (row,) = self._ledger.reserve(
-                    pages, [key], extents.block_bytes, slot, size.index, namespace.handle, rank
-                )
-            except BaseException:
-                self._allocator.give(pages)
-                raise
-            account.held += slot
-            account.tenant.held += slot
+            _, (row,) = self._take(account, namespace, extents, [key], [None], use=0)
             account.reserved.add(row)
             return row
 
@@ -374,11 +336,9 @@ class Store:
         ledger = self._ledger
         with self._lock:
             account.reserved.discard(row)
-            slot = ledger.slot_bytes((row,))
-            account.held -= slot
-            account.tenant.held -= slot
+            self._charge(account, -ledger.slot_bytes([row]))
             if checksum is not None and not namespace.dropped:
-                ledger.set_checksum(row, checksum)
+                ledger.set_checksums([row], [checksum])
                 if ledger.seal([row])[0]:
                     return True
             self._allocator.free([row])
@@ -421,7 +381,8 @@ class Store:
     def check_integrity(self, holders: Sequence[tuple[Account, dict[int, int], set[int]]] | None = None) -> None:
         """Asserts that ledger, slabs and accounts agree with ground truth; slow. Holds the lock.
 
-        `holders` is what the sessions believe: (account, {row: leases}, reserved rows) each; given, it must explain every lease and reservation.
+        `holders` is what each session believes: (account, {row: leases}, reserved rows). If given, it must explain every lease and
+        reservation.
         """
         with self._lock:
             pages = self._ledger.check_integrity()
@@ -432,10 +393,8 @@ class Store:
             assert sum(tenant.held for tenant in self._tenants.values()) == total, "tenants' accounts do not add up"
             self.namespaces.check_integrity(set(by_namespace(*self._ledger.snapshot())))
             if holders is not None:
-                holders = [
-                    *holders,
-                    *((mover, dict.fromkeys(mover.leased, 1), set(mover.reserved)) for mover in self._moving),
-                ]
+                moving = [(mover, dict.fromkeys(mover.leased, 1), set(mover.reserved)) for mover in self._moving]
+                holders = [*holders, *moving]
                 leases: Counter[int] = Counter()
                 claimed: set[int] = set()
                 shares: dict[str, set[int]] = {name: set() for name in self._tenants}
@@ -448,9 +407,8 @@ class Store:
                     assert account.held == mine, f"account says {account.held}, session holds {mine}"
                 assert dict(leases) == held and claimed == reserved, "a lease or reservation without a holder"
                 for name, share in shares.items():
-                    assert self._tenants[name].held == self._ledger.slot_bytes(share), (
-                        f"the account of tenant {name} does not add up"
-                    )
+                    mine = self._ledger.slot_bytes(share)
+                    assert self._tenants[name].held == mine, f"the account of tenant {name} does not add up"
 
     def _purge(self, namespace: Namespace) -> int:
         """Forgets the blocks of a namespace that is dropped already. The largest number that a tier had."""
@@ -465,33 +423,61 @@ class Store:
 
     # -- under the lock
 
+    def _charge(self, account: Account, nbytes: int, fresh: int | None = None) -> None:
+        """An account holds so many bytes of slots more. `fresh`: of these, what no other session of the tenant holds; None: all."""
+        account.held += nbytes
+        account.tenant.held += nbytes if fresh is None else fresh
+
+    def _take(
+        self,
+        account: Account,
+        namespace: Namespace,
+        extents: Extents,
+        keys: Sequence[bytes],
+        present: Sequence[int | None],
+        use: int = 1,
+    ) -> tuple[Sequence[int], list[int]]:
+        """Pages and reserved rows for those of these keys that are not present, charged to the account. Raises Full, Invalid: nothing is taken."""
+        absent = [key for key, row in zip(keys, present, strict=True) if row is None]
+        slot, ledger = extents.slot_bytes, self._ledger
+        size = self._allocator.size_class(slot, len(absent))
+        pages = self._allocator.take(size, len(absent))
+        try:
+            ranks = self._eviction.recall(keys, present, use)
+            rows = ledger.reserve(pages, absent, extents.block_bytes, slot, size.index, namespace.handle, ranks)
+        except BaseException:
+            self._allocator.give(pages)
+            raise
+        self._charge(account, slot * len(rows))
+        return pages, rows
+
+    def _release(self, account: Account, rows: Sequence[int]) -> None:
+        idle, doomed = self._ledger.release(rows)
+        self._charge(account, -self._ledger.slot_bytes(rows), -idle)
+        self._allocator.free(doomed)
+
     def _check_caps(self, account: Account, need: int) -> None:
-        for what, held, cap in (
-            ("session", account.held, self.session_cap),
-            ("tenant", account.tenant.held, self.tenant_cap),
-        ):
+        session, tenant = account.held, account.tenant.held
+        for what, held, cap in (("session", session, self.session_cap), ("tenant", tenant, self.tenant_cap)):
             if need > cap:
-                raise Invalid(
-                    f"{need} bytes in one call; one {what} may hold {cap}: send fewer blocks a call or make the arena larger"
-                )
+                most = f"{need} bytes in one call; one {what} may hold {cap}"
+                raise Invalid(f"{most}: send fewer blocks a call or make the arena larger")
             if held + need > cap:
                 self.counters.full += 1
-                raise Full(
-                    f"full, retry: this {what} holds {held} of the {cap} bytes it may hold at once, and asks for {need} more"
-                )
+                holds = f"this {what} holds {held} of the {cap} bytes it may hold at once"
+                raise Full(f"full, retry: {holds}, and asks for {need} more")
 
     def _fit(self, account: Account, rows: list[int]) -> tuple[list[int], list[int], int]:
-        """The leading part of `rows` that the caps leave room for: (rows, unique rows, bytes)."""
-        room = max(0, self.session_cap - account.held)
-        tenant_room = max(0, self.tenant_cap - account.tenant.held)
+        """The leading part of `rows` that the caps leave space for: (rows, unique rows, bytes)."""
+        left = max(0, self.session_cap - account.held)
+        tenant_left = max(0, self.tenant_cap - account.tenant.held)
         seen: dict[int, None] = {}
         total = fresh = 0
-        for i, row in enumerate(rows):
+        for i, (row, slot) in enumerate(zip(rows, self._ledger.slots(rows), strict=True)):
             if row in seen:
                 continue
-            slot = self._ledger.slot_bytes((row,))
             fresh += 0 if self._ledger.is_leased(row) else slot
-            if total + slot > room or fresh > tenant_room:
+            if total + slot > left or fresh > tenant_left:
                 return rows[:i], list(seen), total
             seen[row] = None
             total += slot
@@ -499,13 +485,7 @@ class Store:
 
     def _forget(self, rows: Sequence[int]) -> None:
         """Takes sealed rows out of the index; slots of leased ones follow after their last lease."""
-        ledger, idle = self._ledger, []
-        for row in rows:
-            if ledger.is_leased(row):
-                ledger.doom(row)
-            else:
-                idle.append(row)
-        self._allocator.free(idle)
+        self._allocator.free(self._ledger.doom(rows))
         self.counters.deleted_blocks += len(rows)
 
     def _undo(self, account: Account, reservation: Reservation, indices: Sequence[int]) -> int:
@@ -527,9 +507,7 @@ class Store:
                 rows.append(row)
                 if closed is not None:
                     closed.add(i)
-        slots = self._ledger.slot_bytes(rows)
-        account.held -= slots
-        account.tenant.held -= slots
+        self._charge(account, -self._ledger.slot_bytes(rows))
         return rows
 
     def _write_heads(

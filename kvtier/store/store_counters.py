@@ -28,6 +28,5 @@ class Counters:
     drained_slabs: int = 0
     full: int = 0
     bad_headers: int = 0
-    unserved: Counter[int] = field(
-        default_factory=Counter
-    )  # keys that leases asked for and did not get, by why they stopped
+    # keys that leases asked for and did not get, by why they stopped
+    unserved: Counter[int] = field(default_factory=Counter)
