@@ -1,4 +1,4 @@
-"""What callers hold: accounts under tenants, and the reservations of writers. Plain data; changed under the store's lock only."""
+"""What callers hold: accounts under tenants, and writers' reservations. Plain data, changed under the store's lock."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class Account:
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """Slots taken for a writer. `rows[i]` is None where key i was present already or entry i is finished; `lost` were aborted or dropped."""
+    """Slots taken for a writer. `rows[i]` is None where key i was present already or entry i is finished; `lost` were
+    aborted or dropped."""
 
     namespace: Namespace
     nbytes: int

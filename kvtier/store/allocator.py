@@ -1,9 +1,10 @@
 """Which slots exist, which of them are free, and who gets one when there are too few.
 
-A slab is a run of bytes that belongs to one slot size at a time. Slots are named by their page: offset in the arena / 4 KiB. Slot sizes are
-exact (block rounded up to 4 KiB), so users need not know them; slabs move between sizes when they hold nothing. Free slots go first, then
-empty slabs of other sizes, then the slots of what is worth least (`eviction`). A request that cannot be met takes nothing and evicts
-nothing. No data, no I/O. Not thread-safe: the owner (`Store`, the SSD tier) holds its lock around every call.
+A slab is a run of bytes that belongs to one slot size at a time. Slots are named by their page: offset in the arena / 4
+KiB. Slot sizes are exact (block rounded up to 4 KiB), so users need not know them; slabs move between sizes when they
+hold nothing. Free slots go first, then empty slabs of other sizes, then the slots of what is worth least (`eviction`).
+A request that cannot be met takes nothing and evicts nothing. No data, no I/O. Not thread-safe: the owner (`Store`, the
+SSD tier) holds its lock around every call.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ class Slabs:
         return made
 
     def take(self, size: SizeClass, n: int) -> array[int]:
-        """Up to `n` free slots: from the class's slabs, then from slabs without a class, then from empty slabs of other classes."""
+        """Up to `n` free slots: from the class's slabs, then from those without a class, then from empty ones of other
+        classes."""
         while len(size.free) < n and (self._pool or self._reclaim(size)):
             self._adopt(size, self._pool.pop())
         n = min(n, len(size.free))
@@ -180,7 +182,7 @@ class Slabs:
         return sum(size.slot_bytes * self.taken(size) for size in self.classes.values())
 
     def check_integrity(self, taken: dict[int, int]) -> None:
-        """Asserts that this agrees with `taken`, the ledger's {page: slot bytes}, and that every slot is either free or taken, once."""
+        """Asserts that the ledger's {page: slot bytes} agrees, and that every slot is either free or taken, once."""
         seen = dict(taken)
         for size in self.classes.values():
             assert self._by_index[size.index] is size
@@ -238,7 +240,7 @@ class Allocator:
         self._poison = poison
 
     def size_class(self, slot: int, n: int = 1) -> SizeClass:
-        """The class of this slot size. When all are taken, the one that was used longest ago goes, of those with nothing in use.
+        """The class of this slot size. When all are taken, the one unused for longest goes, if nothing in it is in use.
 
         Raises Full where none can go, or where `n` slots could not be taken afterwards either; nothing is evicted then.
         """
@@ -255,7 +257,7 @@ class Allocator:
             return slabs.size_class(slot)
 
     def take(self, size: SizeClass, n: int) -> Sequence[int]:
-        """`n` free slots of this class, evicting what is worth least. Raises Full with nothing taken and nothing evicted."""
+        """`n` free slots of this class; evicts what is worth least. Raises Full, with nothing taken or evicted."""
         if not self._can_take(size, n):
             self._counters.full += 1
             leaves = "what is leased and reserved leaves too little of the arena for blocks of this size"
@@ -279,7 +281,7 @@ class Allocator:
         self._slabs.give(pages)
 
     def _can_take(self, size: SizeClass, n: int) -> bool:
-        """Whether `n` slots of this class are there if all goes that may. Cheap unless slabs of other sizes are needed."""
+        """Whether `n` slots are there if all goes that may. Cheap unless slabs of other sizes are needed."""
         ledger, slabs = self._ledger, self._slabs
         slots = len(size.free) + ledger.idle(size.index) + slabs.unowned * slabs.slots(size)
         for other in slabs.classes.values():
@@ -291,7 +293,7 @@ class Allocator:
         return slots >= n
 
     def _evict_for(self, size: SizeClass, n: int) -> None:
-        """Evicts up to `n` blocks of this class, or a slab of the class whose next victim is worth least. `_can_take` was true."""
+        """Evicts up to `n` blocks of this class, or a slab of the class whose next victim is worth least."""
         ledger, eviction = self._ledger, self._eviction
         eviction.learn()
         classes = self._slabs.classes.values()

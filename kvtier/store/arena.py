@@ -1,9 +1,9 @@
 """The shared mapping that holds every slot: one memfd, sealed against shrinking and growing before anyone else sees it.
 
-All bytes pass through here. The arena knows offsets and nothing of keys. `populate` backs it with memory once, in steps; nothing is ever
-allocated per block (first touch runs at 0.2-1.2 GB/s, warm memory at 8-13). Copies in and out are the caller's, by np.copyto
-(it releases the GIL), never by memoryview slices for bulk.
-Threads may read and write different slots at the same time without a lock: who may touch which slot is the store's business.
+All bytes pass through here. The arena knows offsets and nothing of keys. `populate` backs it with memory once, in
+steps; nothing is ever allocated per block (first touch runs at 0.2-1.2 GB/s, warm memory at 8-13). Copies in and out
+are the caller's, by np.copyto (it releases the GIL), never by memoryview slices for bulk. Threads may read and write
+different slots at the same time without a lock: who may touch which slot is the store's business.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Arena:
         self._lock = threading.Lock()
 
     def populate(self, stop: threading.Event, threads: int = 2, limit: int | None = None) -> None:
-        """Backs the arena with memory up to `limit` (default: all), from the start, in steps. Blocks; may be called again to go on.
+        """Backs the arena with memory up to `limit` (default: all), in steps. Blocks; may be called again to go on.
 
         Raises Full if the memory is not there. Returns early once `stop` is set.
         """

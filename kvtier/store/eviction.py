@@ -1,9 +1,10 @@
-"""Which block goes first, how much a caller may hold, what is worth writing down, and what has not been used for too long.
+"""Which block goes first, how much a caller may hold, what is worth writing to the SSD, and what has expired.
 
-Blocks are told apart by how often they were used; what a use count is worth at an age is learned from what came back, and before that the order is
-least recently used. Use counts never grow from a head to its tail and worth never grows with age, so tails go before heads. Leased blocks, also
-pins, never go. Time is counted in ticks, blocks put or used since the start: no clock, no I/O. Not thread-safe: the owner holds its lock around
-every call, but for `Aging`, which takes that lock itself.
+Blocks are told apart by how often they were used; what a use count is worth at an age is learned from what came back,
+and before that the order is least recently used. Use counts never grow from a head to its tail and worth never grows
+with age, so tails go before heads. Leased blocks, also pins, never go. Time is counted in ticks, blocks put or used
+since the start: no clock, no I/O. Not thread-safe: the owner holds its lock around every call, but for `Aging`, which
+takes that lock itself.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ SESSION_SHARE = 0.25  # of the arena, that one session may hold leased and reser
 PIN_SHARE = 0.10  # of the arena, that operators may pin
 TENANT_SHARE = 0.50  # of the arena, that all sessions of one tenant may hold
 
-# Each constant was varied over nine traces and six sizes (docs/eviction.md); none moves the mean hit ratio by more than 0.005 when
-# doubled or halved. 8 uses are told apart: 1 ... 7, and 8 or more. 6 and 12 do as well, 4 loses 0.004; a ghost has three bits for it.
+# Each constant was varied over nine traces and six sizes (docs/eviction.md); none moves the mean hit ratio by more than
+# 0.005 when doubled or halved. 8 uses are told apart: 1 ... 7, and 8 or more. 6 and 12 do as well, 4 loses 0.004; a
+# ghost has three bits for it.
 BUCKETS = 82  # of age: two an octave, up to 2**40 ticks
-PRIOR = 8.0  # blocks' worth of belief in "as likely to come back within as long again as it has waited": least recently used
+# Blocks' worth of belief in "as likely to come back within as long again as it has waited": least recently used.
+PRIOR = 8.0
 # Of the counts, at each lesson: with a lesson every half a capacity they are forgotten as fast as ghosts are.
 KEEP = 0.95
 MIN_STEP = 1024  # ticks between lessons at least: a lesson costs about 1 ms
@@ -47,9 +50,10 @@ _NONE: Words = np.zeros(0, np.uint64)
 
 
 def source(own: int, oldest: Mapping[int, Any]) -> int | None:
-    """From which size class to take slots for class `own`: `oldest` maps a class to what its next victim is worth, or to that one's age.
+    """From which size class to take slots for class `own`; `oldest`: {class: worth, or age, of its next victim}.
 
-    The class with the least gives; `own` gives when it has as little as any, because that evicts one block and not a slab. None: none can.
+    The class with the least gives; `own` gives when it has as little as any, because that evicts one block and not a
+    slab. None: none can.
     """
     if not oldest:
         return None
@@ -58,15 +62,17 @@ def source(own: int, oldest: Mapping[int, Any]) -> int | None:
 
 
 def slab_to_empty(ages: Mapping[int, float]) -> int | None:
-    """Which slab of a class to empty for another class: the one whose blocks are oldest on average. None: all hold something in use."""
+    """Which slab to empty for another class: the oldest on average. None: all hold something in use."""
     return min(ages, key=lambda slab: (ages[slab], slab), default=None)
 
 
 def admit(rank: int, left: float) -> bool:
-    """Whether to write a block of this rank to the SSD; `left` is the share of the write budget's burst that is left (1: no limit).
+    """Whether to write a block of this rank to the SSD; `left`: the free share of the write budget's burst (1: no
+    limit).
 
-    What was used again is always worth its bytes; what was used once (rank 0) only while half the burst is left. Of equal bytes written
-    this keeps more hits than writing in order of arrival (docs/eviction.md). A refused block is offered again at its second use.
+    What was used again is always worth its bytes; what was used once (rank 0) only while half the burst is left. Of
+    equal bytes written this keeps more hits than writing in order of arrival (docs/eviction.md). A refused block is
+    offered again at its second use.
     """
     return rank > 0 or left > HALF
 
@@ -74,7 +80,7 @@ def admit(rank: int, left: float) -> bool:
 def tick_before(marks: Sequence[tuple[float, int]], moment: float) -> int:
     """The newest tick not after `moment`, of marks (seconds, tick) in their order; 0 if there is none.
 
-    A namespace's time-to-live: its unleased blocks whose age column is at most `tick_before(marks, now - ttl)` have expired.
+    A namespace's time-to-live: its unleased blocks of a tick up to `tick_before(marks, now - ttl)` have expired.
     """
     return max((tick for seconds, tick in marks if seconds <= moment), default=0)
 
@@ -107,9 +113,10 @@ def census(ranks: npt.NDArray[Any], ages: npt.NDArray[Any]) -> Floats:
 
 
 class Reuse:
-    """What a block of a rank and age is worth: the most hits per tick of its slot that keeping it on promises, over all horizons.
+    """What a block of a rank and age is worth: the most hits per tick that keeping it promises, over all horizons.
 
-    `hit` when blocks are used again, `gone` when a ghost is overwritten, `learn` now and then. `worth[rank][bucket(age)]` is the result.
+    `hit` when blocks are used again, `gone` when a ghost is overwritten, `learn` now and then.
+    `worth[rank][bucket(age)]` is the result.
     """
 
     def __init__(self) -> None:
@@ -134,9 +141,9 @@ class Reuse:
         self.lost *= KEEP
 
     def _price(self, hits: Floats, ends: Floats) -> None:
-        """Kaplan-Meier: of the blocks that reached a bucket, how many came back in it; then the best ratio of hits to time over all
-        horizons. Too few observations lean on all ranks together, and these on the prior. Made monotone in age and rank, which keeps
-        tails before heads.
+        """Kaplan-Meier: of the blocks that reached a bucket, how many came back in it; then the best ratio of hits to
+        time over all horizons. Too few observations lean on all ranks together, and these on the prior. Made monotone
+        in age and rank, which keeps tails before heads.
         """
         reached = ends[:, ::-1].cumsum(1)[:, ::-1]
         time = (reached - ends / 2) * _WIDTH
@@ -157,9 +164,10 @@ class Reuse:
 
 
 class Ghosts:
-    """Rank and last tick of evicted blocks, by the first 64 bits of their key. GHOSTS * 8 bytes for each of `blocks`, paged in as used.
+    """Rank and last tick of evicted blocks, by the first 64 bits of their key. GHOSTS * 8 bytes for each of `blocks`.
 
-    A ghost is an integer with `rank_of` and `tick_of`. Those of the last evictions wait in a dict until they go into the table together.
+    Paged in as used. A ghost is an integer with `rank_of` and `tick_of`. Those of the last evictions wait in a dict
+    until they go into the table together.
     """
 
     def __init__(self, blocks: int, waiting: int = WAITING) -> None:
@@ -177,7 +185,7 @@ class Ghosts:
         return self._table.nbytes
 
     def remember(self, keys: Iterable[bytes], ranks: Iterable[int], ticks: Iterable[int]) -> Words:
-        """These blocks were evicted, last used at these ticks (1 or later). Returns the ghosts that were overwritten."""
+        """These blocks were evicted, last used at these ticks (1 or later). Returns the overwritten ghosts."""
         told = [tick << 3 | rank for rank, tick in zip(ranks, ticks, strict=True)]
         self._waiting.update(zip(keys, told, strict=True))
         if len(self._waiting) < self._most:
@@ -245,16 +253,16 @@ class Eviction:
         return self._ghosts.nbytes if self._ghosts is not None else 0
 
     def used(self, rows: Sequence[int]) -> list[int]:
-        """These blocks, head first and each once, are about to be leased. Returns those that were used for the second time."""
+        """These blocks, head first and each once, are about to be leased. Returns those used for the second time."""
         runs, again = self._ledger.use(rows)
         for rank, age, n in runs:
             self._reuse.hit(rank, age, n)
         return again
 
     def recall(self, keys: Sequence[bytes], present: Sequence[int | None], use: int = 1) -> bytes:
-        """Ranks for blocks that are put, head first: `present` has the row of every key, or None. One rank for each None.
+        """A rank for each None in `present`, which has the row of every key, head first; None: about to be put.
 
-        Takes their ghosts away. `use` is 0 for blocks that come up from a lower tier: the lease that follows is their use.
+        Takes their ghosts away. `use` is 0 for blocks from a lower tier: the lease that follows is their use.
         """
         if self._ghosts is None:
             return bytes(present.count(None))
@@ -305,7 +313,7 @@ class Eviction:
             self._reuse.gone(rank_of(gone), self._ledger.tick - tick_of(gone))
 
     def learn(self) -> None:
-        """Before an eviction: a table for ghosts; and a lesson, when half as many blocks as there are were used since the last. 2 ms then."""
+        """Before an eviction. Gives a lesson (2 ms) when half as many blocks as there are were used since the last."""
         ledger = self._ledger
         if not self._learns:
             return
@@ -327,8 +335,8 @@ class Eviction:
 
 
 class Aging:
-    """Blocks of one ledger that were not used for too long: what `Expiry` asks of a tier. `forget` takes sealed, unleased rows out of the
-    ledger; it is called under `lock`."""
+    """Blocks of one ledger that were not used for too long: what `Expiry` asks of a tier. `forget` takes sealed,
+    unleased rows out of the ledger; it is called under `lock`."""
 
     def __init__(
         self, ledger: Ledger, lock: AbstractContextManager[Any], counters: Counters, forget: Callable[[list[int]], None]
@@ -344,7 +352,7 @@ class Aging:
             return self._ledger.tick
 
     def expired(self, handle: int, tick: int) -> list[bytes]:
-        """Keys of up to `STEP` unleased blocks of a namespace whose last use was at this tick or before. Does not modify."""
+        """Keys of up to `STEP` unleased blocks of a namespace, last used at this tick or before. Does not modify."""
         with self._lock:
             return self._ledger.expired(handle, tick, STEP)
 

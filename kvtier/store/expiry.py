@@ -1,8 +1,9 @@
-"""Times-to-live: which namespaces have one, and the thread that forgets blocks which nobody has put or used for so long.
+"""Times-to-live: which namespaces have one, and the thread that forgets blocks which were not put or used for so long.
 
-One rule: never too early. Time becomes a tick by marks that are taken while a namespace is watched (`eviction.tick_before`), so what was there when its
-time-to-live was set, or when the daemon started, counts as used then. Late by a sixteenth of it and 3 seconds at most; on the SSD at most as
-long again, where the block was in the arena too. Redis forgets by itself. Thread-safe; verbs that read and write blocks never come here.
+One rule: never too early. Time becomes a tick by marks that are taken while a namespace is watched
+(`eviction.tick_before`), so what was there when its time-to-live was set, or when the daemon started, counts as used
+then. Late by a sixteenth of it and 3 seconds at most; on the SSD at most as long again, where the block was in the
+arena too. Redis forgets by itself. Thread-safe; verbs that read and write blocks never come here.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class _Watch:
 
 
 class Expiry:
-    """The times-to-live of a store's namespaces. `sweep` belongs to the thread that `start` starts, or to a test. `clock` gives seconds."""
+    """The times-to-live of a store's namespaces. `sweep` belongs to the thread that `start` starts, or to a test.
+    `clock` gives seconds."""
 
     def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
@@ -57,14 +59,14 @@ class Expiry:
         self._thread: threading.Thread | None = None
 
     def attach(self, below: Aging, ttls: Mapping[str, int], save: Callable[[Mapping[str, int]], None]) -> None:
-        """A lower tier whose blocks expire too; what it remembers, and how it is told (may raise OSError). Before `start`."""
+        """A lower tier whose blocks expire too, what it remembers, and how it keeps it (OSError). Before `start`."""
         self._places.append(below)
         self._ttls, self._save = dict(ttls), save
 
     def set(self, namespace: Namespace, seconds: int) -> None:
-        """Gives a namespace a time-to-live, from now on; 0 takes it away. It stays when the namespace is dropped and comes again.
+        """Gives a namespace a time-to-live, from now on; 0 takes it away. It outlives a drop of the namespace.
 
-        Raises Invalid, Full for one namespace too many, Unavailable if it cannot be written down: nothing is changed then.
+        Raises Invalid, Full for one namespace too many, Unavailable if it cannot be written: nothing is changed then.
         """
         if not 0 <= seconds <= MAX_TTL:
             raise Invalid(f"a time-to-live has 1 to {MAX_TTL} seconds, or 0 for none, not {seconds}")
@@ -92,7 +94,8 @@ class Expiry:
         return self._ttls.get(_name(namespace), 0)
 
     def sweep(self) -> int:
-        """Takes the marks that are due and forgets what has expired. Returns how many blocks that were, each place's for itself."""
+        """Takes the marks that are due and forgets what has expired. Returns how many; one in two tiers counts
+        twice."""
         now, gone = self._clock(), 0
         limited = {one: ttl for one in self._store.namespaces.all() if (ttl := self.of(one))} if self._ttls else {}
         before, self._watches = self._watches, {}
@@ -124,7 +127,8 @@ class Expiry:
             self._thread.join(PATIENCE)
 
     def _expire(self, place: Aging, handle: int, tick: int) -> int:
-        """Forgets a namespace's blocks of this tick and before. Below the arena those that are still in it count as used: reads there stay there."""
+        """Forgets a namespace's blocks of this tick and before. Below the arena those that are still in it count as
+        used: reads there stay there."""
         gone = 0
         while tick and not self._stop.is_set() and (keys := place.expired(handle, tick)):
             if place is not self._places[0]:

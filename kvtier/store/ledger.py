@@ -1,7 +1,8 @@
-"""Which blocks are known, where they stand, who leases them, and in what order they were used: one table, a block a row.
+"""Which blocks are known, where they are, who leases them, and in what order they were used: one table, a block a row.
 
-One rule: a key enters the index only when its block is sealed. Compact, without an object per block: a row is an index into columns. No I/O, no
-block bytes. Only the owners of a table call it (`Store`, the SSD tier, and the allocator and eviction of each), all under the owner's one lock.
+One rule: a key enters the index only when its block is sealed. Compact, without an object per block: a row is an index
+into columns. No I/O, no block bytes. Only the owners of a table call it (`Store`, the SSD tier, and the allocator and
+eviction of each), all under the owner's one lock.
 """
 
 from __future__ import annotations
@@ -22,20 +23,22 @@ _FIRST = (MAX_CLASSES + 1) * USES  # rows below are the heads of the age lists, 
 
 
 class Ledger:
-    """The table of blocks. Its public names are the interface, and all that a compiled table must offer; columns are read and written here only.
+    """The table of blocks. Its public names are the interface, and all that a compiled table must offer; columns are
+    read and written here only.
 
     totals    tick, known, reserved, reserved_bytes, leased, leased_bytes, idle
     keys      find, find_each, idle_rows                                 from key to row
     life      reserve, seal, lease, release, doom, forget, restore       of many rows a call
-    a row     key, namespace, place, is_leased, is_sealed, is_reserved
+    a row     namespace, place, is_leased, is_sealed, is_reserved
     rows      keys, pages, slots, slot_bytes, block_bytes, uses, checksums, set_checksums
     order     use, history, sample, youngest, oldest, from_oldest        for `Eviction`
-    scans     expired, rows_of_slab, rows_of_namespace, slab_ages, handles, snapshot, copy_sealed: these look at every row
+    scans     expired, rows_of_slab, rows_of_namespace, slab_ages, handles, snapshot, copy_sealed    over every row
     proofs    held_rows, reserved_rows, check_integrity
 
-    256 small dicts (by the key's first byte) lead from key to row, because one dict of a million keys stops the interpreter for 300 ms when it
-    grows and small ones for less than 1. Unleased rows stand in lists by age, one per size class and *rank*: how often the block was used
-    again. Leased rows stand in none, except the few that are *kept*: leased in order to move them between tiers, which does not count as use.
+    256 small dicts (by the key's first byte) lead from key to row, because one dict of a million keys stops the
+    interpreter for 300 ms when it grows and small ones for less than 1. Unleased rows stand in lists by age, one per
+    size class and *rank*: how often the block was used again. Leased rows stand in none, except the few that are
+    *kept*: leased in order to move them between tiers, which does not count as use.
     """
 
     def __init__(self) -> None:
@@ -113,7 +116,7 @@ class Ledger:
         return rows
 
     def seal(self, rows: Sequence[int]) -> list[bool]:
-        """Makes reserved rows known; the first counts as the youngest. False where the key is known already: that row stays reserved."""
+        """Makes reserved rows known, the first as youngest. False where the key is known: that row stays reserved."""
         sealed = []
         won = []
         state, keys, shards = self._state, self._keys, self._shards
@@ -133,7 +136,7 @@ class Ledger:
         return sealed
 
     def lease(self, rows: Sequence[int], keep: bool = False) -> int:
-        """One more lease for each of these sealed rows (each given once). Returns the bytes of slots that had none before.
+        """One more lease for each of these sealed rows (each once). Returns the bytes of slots that had none before.
 
         `keep`: rows without another lease stay at their age, until they are leased without `keep`.
         """
@@ -153,7 +156,7 @@ class Ledger:
         return fresh
 
     def release(self, rows: Sequence[int]) -> tuple[int, list[int]]:
-        """One lease less. Returns the bytes of slots that have none now, and the doomed rows among them, which are to be forgotten."""
+        """One lease less. Returns the bytes of slots that have none now, and the doomed rows to forget among them."""
         leases, state = self._leases, self._state
         for row in rows:
             assert leases[row] > 0
@@ -178,16 +181,16 @@ class Ledger:
         return [row for row in self.find_each(keys) if row is not None and not leases[row] and age[row] <= tick]
 
     def expired(self, handle: int, tick: int, most: int) -> list[bytes]:
-        """Keys of up to `most` unleased blocks of a namespace whose last use was at this tick or before. Looks at every row."""
+        """Keys of up to `most` unleased blocks of a namespace whose last use was at this tick or before."""
         mine = self._sealed_of(handle) & (np.frombuffer(self._leases, np.uint32) == 0)
         mine &= np.frombuffer(self._age, np.uint64) <= np.uint64(tick)
         return self.keys(np.flatnonzero(mine)[:most].tolist())
 
     def use(self, rows: Sequence[int]) -> tuple[list[tuple[int, int, int]], list[int]]:
-        """These blocks, head first and each once, are about to be leased. Not a use where they are leased already, but for kept ones.
+        """These blocks, head first and each once, are about to be leased. A use, unless leased already and not kept.
 
-        A rank grows by one, but not above that of the rows before it. Returns (rank, ticks since the last use, rows) of each run of rows
-        that were alike, and the rows that were used for the second time.
+        A rank grows by one, but not above that of the rows before it. Returns (rank, ticks since the last use, rows) of
+        each run of rows that were alike, and the rows that were used for the second time.
         """
         leases, ages, ranks, kept = self._leases, self._age, self._rank, self._kept
         runs: list[tuple[int, int, int]] = []
@@ -219,7 +222,7 @@ class Ledger:
         return self.keys(rows), self.uses(rows), list(map(self._age.__getitem__, rows))
 
     def sample(self, most: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any], int]:
-        """Ranks and ticks since the last use of the sealed rows among up to `most`, evenly spread; and of how many rows each stands for one."""
+        """Ranks and ticks since the last use of the sealed rows among up to `most`; each stands for so many rows."""
         stride = -(-len(self._state) // most)
         mine = np.flatnonzero(np.frombuffer(self._state, np.uint8)[::stride] == SEALED)
         ranks, ages = (
@@ -240,7 +243,8 @@ class Ledger:
         return [(rank, self._age[row], row) for rank, row in enumerate(rows) if row >= _FIRST]
 
     def from_oldest(self, row: int, n: int) -> tuple[list[int], tuple[int, int] | None]:
-        """Up to `n` unleased rows of one list and age, from this one on; and (tick, row) of the one behind them, None at the young end."""
+        """Up to `n` unleased rows of one list and age, from this one on; and (tick, row) of the next, None at the
+        end."""
         rows, after, ages, age = [row], self._next, self._age, self._age[row]
         while True:
             row = self._unkept(after[row]) if self._kept else after[row]
@@ -275,11 +279,11 @@ class Ledger:
         return list(map(self._page.__getitem__, rows))
 
     def doom(self, rows: Sequence[int]) -> list[int]:
-        """Those of these sealed rows that are leased leave the index at once; `release` hands them back. Returns the others."""
+        """The leased ones of these sealed rows leave the index at once; `release` gives them. Returns the others."""
+        assert all(self._state[row] == SEALED for row in rows)
         leased = [row for row in rows if self._leases[row]]
         self._unlink(list(self._end_keeping(leased)))
         for row in leased:
-            assert self._state[row] == SEALED
             key = self._keys[row]
             del self._shards[key[0]][key]
             self._state[row] = DOOMED
@@ -287,9 +291,6 @@ class Ledger:
         return [row for row in rows if not self._leases[row]] if len(leased) < len(rows) else []
 
     # -- what a row says
-
-    def key(self, row: int) -> bytes:
-        return self._keys[row]
 
     def keys(self, rows: Iterable[int]) -> list[bytes]:
         return list(map(self._keys.__getitem__, rows))
@@ -339,9 +340,10 @@ class Ledger:
         return self._state[row] == RESERVED
 
     def restore(self, columns: Mapping[str, npt.NDArray[Any]], keys: list[bytes]) -> None:
-        """Fills an empty ledger with sealed blocks, oldest first: columns page, nbytes, slot, size, namespace, checksum.
+        """Fills an empty ledger with sealed blocks, oldest first. 0.5 s a million blocks.
 
-        0.5 s a million blocks. Raises ValueError if a key stands twice; the ledger cannot be used then.
+        Columns: page, nbytes, slot, size, namespace, checksum. Raises ValueError if a key stands twice; the ledger
+        cannot be used then.
         """
         assert not self.known and not self.reserved
         n = len(keys)
@@ -373,7 +375,7 @@ class Ledger:
             self._idle[size] = len(chain) - 2
 
     def copy_sealed(self) -> tuple[dict[str, npt.NDArray[Any]], list[bytes]]:
-        """Copies of the columns of all sealed rows, their numbers as "row", and of every row's key. 20 ms a million blocks."""
+        """Copies of the sealed rows' columns, with their numbers as "row", and of every row's key. 20 ms a million."""
         rows = np.flatnonzero(np.frombuffer(self._state, np.uint8) == SEALED)
         columns: dict[str, npt.NDArray[Any]] = {"row": rows}
         for name in ("page", "nbytes", "slot", "namespace", "checksum", "age"):
@@ -382,7 +384,7 @@ class Ledger:
         return columns, self._keys.copy()
 
     def slab_ages(self, size: int, slab_pages: int) -> dict[int, float]:
-        """Mean tick of each slab of a size class in which nothing is leased, reserved or doomed. Costs 2 ms at a million rows."""
+        """Mean tick of each slab of a class with nothing leased, reserved or doomed. 2 ms at a million rows."""
         state, sizes = np.frombuffer(self._state, np.uint8), np.frombuffer(self._size, np.uint8)
         mine = np.flatnonzero((sizes == size) & (state != FREE))
         slabs = np.frombuffer(self._page, np.uint32)[mine] // slab_pages
@@ -463,8 +465,9 @@ class Ledger:
 
     def _sealed_of(self, handle: int) -> npt.NDArray[np.bool_]:
         """For every row whether it is a sealed one of this namespace."""
-        sealed: npt.NDArray[np.bool_] = np.frombuffer(self._state, np.uint8) == SEALED
-        return sealed & (np.frombuffer(self._namespace, np.uint32) == handle)
+        mine: npt.NDArray[np.bool_] = np.frombuffer(self._namespace, np.uint32) == handle
+        mine &= np.frombuffer(self._state, np.uint8) == SEALED
+        return mine
 
     def _grow(self, rows: int) -> None:
         """More rows. All or nothing: columns of unequal length would not go together."""

@@ -1,7 +1,7 @@
 """The namespaces the daemon knows: from a handle to a description, and back. Handles are void at a new boot id.
 
-At most 4,096. When all places are taken, one that holds no blocks is forgotten; its clients hear Stale and register again.
-Thread-safe: one small lock, never held around other calls.
+At most 4,096. When all places are taken, one that holds no blocks is forgotten; its clients hear Stale and register
+again. Thread-safe: one small lock, never held around other calls.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ class Namespace:
     _geometries: dict[tuple[int, int, int, int, int], Extents] = field(default_factory=dict)
 
     def check(self, resolved: tuple[int, int, int, int, int]) -> None:
-        """Raises Invalid for a range outside the layout. Makes nothing and keeps nothing, whatever a caller asks for."""
+        """Raises Invalid for a range outside the layout. Makes and keeps nothing, whatever a caller asks for."""
         group, layer_lo, layer_hi, head_lo, head_hi = resolved
         self.description.layout.resolve(Range(group, (layer_lo, layer_hi), (head_lo, head_hi)))
 
     def extents(self, resolved: tuple[int, int, int, int, int]) -> Extents:
-        """Sizes of a range given with both ends; of its layers' offsets only the first layer's, so that any range costs the same few bytes.
+        """Sizes of a range given with both ends; of its layers' offsets only the first layer's, so that any range costs
+        the same few bytes.
 
         Raises Invalid outside the layout. Cached: hashing a layout costs more than a call.
         """
@@ -54,7 +55,7 @@ class Namespace:
 
 
 class Namespaces:
-    """Registry by handle. `in_use` says which handles hold blocks, `purge` removes what came under a namespace that was forgotten meanwhile.
+    """Registry by handle. `in_use`: handles that hold blocks; `purge` removes what came under a forgotten namespace.
 
     Both are called without the registry's lock, and only when all places are taken.
     """
@@ -68,7 +69,7 @@ class Namespaces:
         self._next = 1
 
     def register(self, raw: bytes, tenant: str) -> Namespace:
-        """The namespace of these canonical bytes under `tenant`, made if need be. Raises Invalid, or Full when all places hold blocks."""
+        """The namespace of these canonical bytes, made if need be. Raises Invalid, or Full when all hold blocks."""
         description = parse_description(raw)
         digest = namespace_digest(description, tenant)
         with self._lock:
@@ -96,35 +97,34 @@ class Namespaces:
         return made
 
     def get(self, handle: int, tenant: str) -> Namespace:
-        """The namespace of a handle. Raises Stale for an unknown one, also for another tenant's: whether it exists is not told."""
+        """The namespace of a handle. Raises Stale for an unknown one, and just so for another tenant's."""
         found = self._by_handle.get(handle)
         if found is None or found.tenant != tenant:
             raise Stale(f"handle {handle} is not known to this daemon: register the description again")
         return found
 
     def drop(self, namespace: Namespace) -> None:
-        """Forgets a namespace: its handle is void and what is reserved under it can no longer be sealed. Its blocks are the store's business."""
+        """Forgets a namespace: its handle is void and what is reserved under it can no longer be sealed. Its blocks are
+        the store's business."""
         with self._lock:
             namespace.dropped = True
-            if (
-                self._by_handle.pop(namespace.handle, None) is not None
-            ):  # else it is gone, and its digest may name a new one
+            # else it is gone, and its digest may name a new one
+            if self._by_handle.pop(namespace.handle, None) is not None:
                 del self._by_digest[namespace.digest]
 
     def named(self, name: str, tenant: str | None) -> Namespace:
-        """The namespace whose description or namespace digest begins with `name` (hex), of one tenant or of any (None). Raises Invalid, NotFound."""
+        """The namespace whose description or namespace digest begins with `name` (hex), of one tenant or of any (None).
+        Raises Invalid, NotFound."""
         if not (4 <= len(name) <= 64 and set(name) <= set("0123456789abcdef")):
-            raise Invalid(
-                f"{name[:80]!r} is not the beginning of a digest: write 4 to 64 lower-case hex digits (`kvtier namespaces` lists them)"
-            )
+            digits = "4 to 64 lower-case hex digits (`kvtier namespaces` lists them)"
+            raise Invalid(f"{name[:80]!r} is not the beginning of a digest: write {digits}")
         mine = [ns for ns in self.all() if tenant is None or ns.tenant == tenant]
         found = [ns for ns in mine if ns.description_digest.hex().startswith(name) or ns.digest.hex().startswith(name)]
         if not found:
             raise NotFound(f"no namespace begins with {name}: `kvtier namespaces` lists what is there")
         if len(found) > 1:
-            raise Invalid(
-                f"{len(found)} namespaces begin with {name}: write more digits, or the namespace digest if they are of different tenants"
-            )
+            more = "write more digits, or the namespace digest if they are of different tenants"
+            raise Invalid(f"{len(found)} namespaces begin with {name}: {more}")
         return found[0]
 
     def all(self) -> list[Namespace]:
@@ -132,7 +132,8 @@ class Namespaces:
             return list(self._by_handle.values())
 
     def check_integrity(self, holding: set[int]) -> None:
-        """Asserts that both indices agree and that the handles in `holding`, those of sealed blocks, can be named. Exact while no call runs."""
+        """Asserts that both indices agree and that the handles in `holding`, those of sealed blocks, can be named.
+        Exact while no call runs."""
         with self._lock:
             assert {ns.handle: ns for ns in self._by_digest.values()} == self._by_handle
             assert all(digest == ns.digest and not ns.dropped for digest, ns in self._by_digest.items())
@@ -142,9 +143,9 @@ class Namespaces:
             )
 
     def explain(self, raw: bytes, tenant: str) -> tuple[list[str], bytes]:
-        """How the nearest namespace of the same model that holds blocks differs from this description: lines and its description digest.
+        """How the nearest namespace of the model that holds blocks differs: lines and its description digest.
 
-        No lines and a digest: this one holds blocks itself. No lines and b"": no namespace of this model and tenant does.
+        No lines and a digest: this one holds blocks itself. No lines and b"": none of this model and tenant does.
         """
         live = parse_description(raw)
         holding = self._in_use()

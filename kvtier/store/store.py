@@ -1,10 +1,11 @@
-"""The memory tier: its verbs over arena, allocator, eviction and ledger, under one lock. Puts, gets, promotions and pins are made of these.
+"""The memory tier: verbs of which puts, gets, promotions and pins are made, under one lock.
 
-reserve -> fill -> seal | abort        lease -> read -> release        lookup, delete        hold, let_go, make_place, finish_place
+reserve -> fill -> seal | abort    lease -> read -> release    lookup, delete    hold, let_go, make_place, finish_place
 
-Space is taken before bytes arrive and nothing is visible before it is sealed; sealed blocks never change. No call waits for space, for another
-client or for a disk: it answers less, or Full at once. The lock is held for bookkeeping only, never while bytes are copied or hashed.
-Thread-safe. Callers pass an `Account` (their caps) and get rows back; `server.sessions` keeps rows and ids for a client.
+Space is taken before bytes arrive and nothing is visible before it is sealed; sealed blocks never change. No call waits
+for space, for another client or for a disk: it answers less, or Full at once. The lock is held for bookkeeping only,
+never while bytes are copied or hashed. Thread-safe. Callers pass an `Account` (their caps) and get rows back;
+`server.sessions` keeps rows and ids for a client.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ _DROP_STEP = 2048  # blocks forgotten in one hold of the lock: about 5 ms
 
 
 class Lower(Protocol):
-    """What the store asks of the tiers below. None of these waits for a disk or a network. All are called without the store's lock, but for
-    `find` and `unsure`, which take no lock of their own."""
+    """What the store asks of the tiers below. None of these waits for a disk or a network. All are called without the
+    store's lock, but for `find` and `unsure`, which take no lock of their own."""
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
         """For each key whether it is known down there."""
@@ -59,7 +60,7 @@ class Lower(Protocol):
 class Store:
     """All blocks of a daemon.
 
-    poison   fill freed slots with 0x7F (tests): a reader of a slot that is no longer its own sees NaN codes, not plausible bytes
+    poison   fill freed slots with 0x7F (tests): who reads a slot after its end sees NaN codes, not plausible bytes
     """
 
     def __init__(self, arena: Arena, *, poison: bool = False) -> None:
@@ -96,9 +97,10 @@ class Store:
         keys: list[bytes],
         hashes: list[bytes],
     ) -> tuple[Reservation, list[int]]:
-        """Takes a slot for every key that is not sealed yet; all or nothing. Returns the reservation and an offset or PRESENT per key.
+        """Takes a slot for every key that is not sealed yet, or none. Returns the reservation, and an offset or PRESENT
+        a key.
 
-        Writes header and padding of each slot. Raises Full (arena, session or tenant; at once), Invalid for a block no slab can hold.
+        Writes header and padding. Raises Full at once (arena, session or tenant), Invalid for a block no slab can hold.
         """
         extents = namespace.extents(resolved)
         slot = extents.slot_bytes
@@ -129,11 +131,13 @@ class Store:
     def seal(
         self, account: Account, reservation: Reservation, indices: Sequence[int], checksums: Sequence[int] | None = None
     ) -> int:
-        """Makes these entries (each once) visible, or frees their slots where the key was sealed meanwhile. Returns how many are stored.
+        """Makes these entries (each once) visible; frees slots whose key was sealed meanwhile. Returns how many are
+        stored.
 
-        Entries that are finished already are passed over; those that were aborted or dropped do not count. `checksums` are the blocks'
-        digests where the caller has computed them, one per index. Under a dropped namespace nothing is sealed. A block whose header the
-        writer changed is dropped and counted; Lost is raised for it after the others are sealed.
+        Entries that are finished already are passed over; those that were aborted or dropped do not count. `checksums`
+        are the blocks' digests where the caller has computed them, one per index. Under a dropped namespace nothing is
+        sealed. A block whose header the writer changed is dropped and counted; Lost is raised for it after the others
+        are sealed.
         """
         good: list[int] = []
         bad: list[int] = []
@@ -211,9 +215,9 @@ class Store:
         return [a or b for a, b in zip(self.lookup_each(keys), below, strict=True)]
 
     def lease(self, account: Account, keys: list[bytes]) -> tuple[list[int], list[int], int]:
-        """Leases the leading known blocks: (rows, offsets, why it stopped), one each per key. A leased slot never moves, goes or changes.
+        """Leases the leading known blocks: (rows, offsets, why it stopped), one each per key. Never waits or promotes.
 
-        A key given twice is leased once. Shortened by the caps of session and tenant (Stop.CAP). Never waits, never promotes.
+        A leased slot never moves, goes or changes. A key given twice is leased once. The caps shorten it (Stop.CAP).
         """
         ledger = self._ledger
         with self._lock:
@@ -241,14 +245,15 @@ class Store:
         return rows, offsets, stop
 
     def release(self, account: Account, rows: Sequence[int]) -> None:
-        """Ends a lease on these rows (each once), which the caller holds. Deleted blocks that nobody holds any more are freed."""
+        """Ends the caller's lease on these rows (each once). Deleted blocks without another lease are freed."""
         with self._lock:
             self._release(account, rows)
 
     def delete(self, keys: list[bytes]) -> int:
-        """Forgets these blocks now; a leased one's slot is freed after its last lease. Returns how many were known. Reservations stay.
+        """Forgets these blocks now; a leased one's slot is freed after its last lease. Returns how many were known.
+        Reservations stay.
 
-        First here, then below, then here again: a copy on its way down or up looks afterwards whether the block is still there.
+        Here, below, here again: a copy on its way down or up looks afterwards whether the block is still there.
         """
         known = self.forget(keys)
         if (lower := self.lower) is not None:
@@ -272,8 +277,9 @@ class Store:
         """Keeps the digest of a leased block."""
         self._ledger.set_checksums([row], [digest])
 
-    # -- between the tiers. Down: hold -> copy out -> let_go. Up: make_place -> copy in -> finish_place. As lease and reserve of a client, but
-    # without caps, without ids and without counting as use. The lock is not held while bytes move.
+    # -- between the tiers. Down: hold -> copy out -> let_go. Up: make_place -> copy in -> finish_place. As lease and
+    # reserve of a client, but without caps, without ids and without counting as use. The lock is not held while bytes
+    # move.
 
     def mover(self, tenant: str) -> Account:
         """A new account for moving a tenant's blocks. No cap applies: a mover holds few blocks at once."""
@@ -283,7 +289,7 @@ class Store:
         return made
 
     def hold(self, account: Account, keys: Sequence[bytes], most: int) -> dict[int, int]:
-        """Leases those of these keys (each once) that are in the arena, one at least and up to `most` bytes: {index: row}, until `let_go`."""
+        """Leases those of these keys (each once) that are here, up to `most` bytes but one at least: {index: row}."""
         ledger = self._ledger
         with self._lock:
             known = {
@@ -302,7 +308,7 @@ class Store:
             return found
 
     def let_go(self, account: Account, rows: Sequence[int], spoiled: Collection[int] = ()) -> list[int]:
-        """Ends `hold` on these rows; those in `spoiled` are forgotten. Returns the rows that were deleted while they were held."""
+        """Ends `hold` on these rows; forgets those in `spoiled`. Returns the rows that were deleted meanwhile."""
         ledger = self._ledger
         with self._lock:
             gone = [row for row in rows if not ledger.is_sealed(row)]
@@ -321,7 +327,8 @@ class Store:
         return self.arena.memory[page * SLOT_ALIGN : page * SLOT_ALIGN + slot], nbytes
 
     def make_place(self, account: Account, namespace: Namespace, extents: Extents, key: bytes) -> int | None:
-        """Takes a slot for a block that comes up from a lower tier: its row, None if it is here already. Raises Full, Invalid, Stale."""
+        """Takes a slot for a block from a lower tier: its row, None if it is here already. Raises Full, Invalid,
+        Stale."""
         with self._lock:
             if namespace.dropped:
                 raise Stale("this namespace was dropped")
@@ -332,7 +339,7 @@ class Store:
             return row
 
     def finish_place(self, account: Account, namespace: Namespace, row: int, checksum: int | None) -> bool:
-        """Makes the block in this slot, verified against its checksum, visible; without a checksum gives the slot back. Whether it is visible."""
+        """Makes a block verified against its checksum visible; None: gives its slot back. Whether it is visible."""
         ledger = self._ledger
         with self._lock:
             account.reserved.discard(row)
@@ -353,7 +360,7 @@ class Store:
             return row is not None and self._ledger.namespace(row) == namespace.handle
 
     def drop(self, namespace: Namespace) -> int:
-        """Forgets a namespace and all its blocks, in steps that leave the lock in between. Returns the number of blocks."""
+        """Forgets a namespace and all its blocks, in steps that leave the lock in between. Returns how many."""
         self.namespaces.drop(namespace)
         return self._purge(namespace)
 
@@ -373,7 +380,7 @@ class Store:
             }
 
     def blocks_by_namespace(self) -> dict[int, tuple[int, int]]:
-        """{handle: (sealed blocks, their bytes)}. Counts a copy, so the lock is held for a millisecond at a million blocks."""
+        """{handle: (sealed blocks, their bytes)}. Counts a copy: the lock is held for 1 ms at a million blocks."""
         with self._lock:
             columns = self._ledger.snapshot()
         return by_namespace(*columns)
@@ -381,8 +388,8 @@ class Store:
     def check_integrity(self, holders: Sequence[tuple[Account, dict[int, int], set[int]]] | None = None) -> None:
         """Asserts that ledger, slabs and accounts agree with ground truth; slow. Holds the lock.
 
-        `holders` is what each session believes: (account, {row: leases}, reserved rows). If given, it must explain every lease and
-        reservation.
+        `holders` is what each session believes: (account, {row: leases}, reserved rows). If given, it must explain
+        every lease and reservation.
         """
         with self._lock:
             pages = self._ledger.check_integrity()
@@ -424,7 +431,7 @@ class Store:
     # -- under the lock
 
     def _charge(self, account: Account, nbytes: int, fresh: int | None = None) -> None:
-        """An account holds so many bytes of slots more. `fresh`: of these, what no other session of the tenant holds; None: all."""
+        """So many bytes of slots more. `fresh`: of these, what no other session of the tenant holds; None: all."""
         account.held += nbytes
         account.tenant.held += nbytes if fresh is None else fresh
 
@@ -437,7 +444,8 @@ class Store:
         present: Sequence[int | None],
         use: int = 1,
     ) -> tuple[Sequence[int], list[int]]:
-        """Pages and reserved rows for those of these keys that are not present, charged to the account. Raises Full, Invalid: nothing is taken."""
+        """Pages and reserved rows for the keys not present, charged to the account. Raises Full, Invalid: takes
+        nothing."""
         absent = [key for key, row in zip(keys, present, strict=True) if row is None]
         slot, ledger = extents.slot_bytes, self._ledger
         size = self._allocator.size_class(slot, len(absent))
@@ -498,7 +506,8 @@ class Store:
     def _close(
         self, account: Account, reservation: Reservation, indices: Sequence[int], closed: set[int] | None = None
     ) -> list[int]:
-        """Takes what is open among these entries out of a reservation and its accounts. Returns the rows; adds the entries to `closed`."""
+        """Takes what is open among these entries out of reservation and accounts: its rows. Adds the entries to
+        `closed`."""
         rows = []
         for i in indices:
             row = reservation.rows[i]

@@ -1,6 +1,7 @@
 """The store's order of eviction: the replay's decisions, made by the verbs of a real store over real slots.
 
-What is held follows `policy`: a trace through the store hits as often as in the replay, and no longer does where the order is least recently used.
+What is held follows `policy`: a trace through the store hits as often as in the replay, and no longer does where the
+order is least recently used.
 """
 
 from __future__ import annotations
@@ -147,7 +148,8 @@ def test_ghosts_that_wait_for_the_table_are_remembered_too() -> None:
     st.sampled_from([(40, 1), (200, 7), (2000, 1000)]),
 )
 def test_ghosts_never_say_what_is_not_so(steps: list[tuple[int, int, bool]], size: tuple[int, int]) -> None:
-    """Model: the last rank and tick of a key that was remembered and not recalled since; a ghost may be missing, never wrong."""
+    """Model: the last rank and tick of a key that was remembered and not recalled since; a ghost may be missing, never
+    wrong."""
     ghosts, model = eviction.Ghosts(*size), dict[int, tuple[int, int]]()
     for tick, (n, rank, back) in enumerate(steps, 1):
         if back:
@@ -171,7 +173,8 @@ CAPACITY = 2048  # blocks
 
 
 class Cache:
-    """A store as the replay's policies are: a request leases the prefix that is there and puts the rest, `batch` blocks a call."""
+    """A store as the replay's policies are: a request leases the prefix that is there and puts the rest, `batch` blocks
+    a call."""
 
     def __init__(self, inside: Inside, batch: int) -> None:
         self.store, self.batch = inside.store, batch
@@ -259,15 +262,14 @@ class Few(Inside):
         self.store.release(self.reader, rows)
 
     def ranks(self, *numbers: int) -> list[int | None]:
-        return [
-            None if row is None else self.ledger._rank[row] for row in self.ledger.find_each(self.one.keys(numbers))
-        ]
+        rows = self.ledger.find_each(self.one.keys(numbers))
+        return [None if row is None else self.ledger.uses([row])[0] for row in rows]
 
     def going(self) -> list[int]:
         """Numbers of the next victims, the first one first."""
         size = self.store._slabs.classes[self.one.slot].index
         number = {key: n for n, key in enumerate(self.one.keys(range(200)))}
-        return [number[self.ledger.key(row)] for row in self.order.victims(size, 64)]
+        return [number[key] for key in self.ledger.keys(self.order.victims(size, 64))]
 
 
 def test_a_rank_is_how_often_a_block_was_used_again_and_never_more_than_its_heads() -> None:
@@ -392,15 +394,15 @@ def test_victims_are_what_is_worth_least_one_after_another(
         ledger.lease([rows[place % len(rows)]], keep=bool(keep % 2))
     if learned:
         order._reuse.worth = np.sort(np.random.default_rng(n).random((USES, eviction.BUCKETS)), 1)[:, ::-1].tolist()
-    left = {
-        rank: [row for row in rows if ledger._rank[row] == rank and not ledger._leases[row]] for rank in range(USES)
-    }
+    rank_of, tick_of = (dict(zip(rows, values, strict=True)) for values in ledger.history(rows)[1:])
+    idle = [row for row in rows if not ledger.is_leased(row)]
+    left = {rank: [row for row in idle if rank_of[row] == rank] for rank in range(USES)}
     for mine in left.values():
-        mine.sort(key=lambda row: (ledger._age[row], -rows.index(row)))
+        mine.sort(key=lambda row: (tick_of[row], -rows.index(row)))
     wanted: list[int] = []
     while len(wanted) < n and any(left.values()):
         price = {
-            r: (order._reuse.worth[r][eviction.bucket(ledger.tick - ledger._age[m[0]])], ledger._age[m[0]], r)
+            r: (order._reuse.worth[r][eviction.bucket(ledger.tick - tick_of[m[0]])], tick_of[m[0]], r)
             for r, m in left.items()
             if m
         }
@@ -420,7 +422,8 @@ def test_ghosts_of_a_store_cost_no_more_than_a_hundred_bytes_a_block() -> None:
 
 @pytest.mark.parametrize("learns", [True, False])
 def test_other_sizes_give_what_is_worth_less(learns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small blocks that come back after more large ones than there is room for: kept once that is learned, never where it is not."""
+    """Small blocks that come back after more large ones than there is room for: kept once that is learned, never where
+    it is not."""
     if not learns:
         monkeypatch.setattr(Eviction, "learn", lambda self: None)
     with Inside(1 << 20) as inside:

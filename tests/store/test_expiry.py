@@ -1,4 +1,5 @@
-"""Times-to-live: never too early, not much too late, nobody else's blocks, nothing that is in use; kept over restarts with the SSD tier."""
+"""Times-to-live: never too early, not much too late, nobody else's blocks, nothing that is in use; kept over restarts
+with the SSD tier."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The ledger by itself: what is known, who is oldest, what leases and deletes do to that, and that growth and faults lose nothing."""
+"""The ledger by itself: what is known, who is oldest, what leases and deletes do to that, and that growth and faults
+lose nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvtier.store import ledger as module
 from kvtier.store.allocator import MAX_CLASSES
-from kvtier.store.ledger import DOOMED, FREE, RESERVED, SEALED, Ledger
+from kvtier.store.ledger import Ledger
 
 SLOT, NBYTES = 4096, 800
 
@@ -44,15 +45,16 @@ class Book(Ledger):
         return self.find_each([key(n) for n in numbers])
 
     def by_age(self, size: int = 1, rank: int = 0) -> list[bytes]:
-        return list(map(self.key, self.in_order(size, rank)))
+        return self.keys(self.in_order(size, rank))
 
     def in_order(self, size: int = 1, rank: int = 0) -> list[int]:
         """Unleased rows, oldest first, read in runs of one age."""
         rows: list[int] = []
-        row = dict(self.oldest(size)).get(rank)
-        while row is not None:
-            run, row = self.from_oldest(row, 10**6)
-            assert len({self._age[one] for one in run}) == 1
+        head = next(((tick, row) for one, tick, row in self.oldest(size) if one == rank), None)
+        while head is not None:
+            tick, row = head
+            run, head = self.from_oldest(row, 10**6)
+            assert set(self.history(run)[2]) == {tick}
             rows += run
         return rows
 
@@ -66,7 +68,7 @@ def integrity() -> Iterator[None]:
     yield
     for book in LIVE:
         pages = book.check_integrity()
-        assert len(pages) == sum(state != FREE for state in book._state)
+        assert len(pages) >= book.known + book.reserved
 
 
 @pytest.fixture
@@ -127,7 +129,8 @@ def test_forgotten_rows_are_void_and_used_again(book: Book) -> None:
     rows = book.put(1, 2, 3)
     assert book.forget(rows[:2]) == [0, 1]
     assert book.known == 1 and book.known_of(1, 2, 3) == [None, None, rows[2]]
-    assert [book._state[row] for row in rows] == [FREE, FREE, SEALED]
+    assert [book.is_sealed(row) for row in rows] == [False, False, True]
+    assert not any(map(book.is_reserved, rows))
     assert set(book.put(4, 5)) == set(rows[:2])
     free = book.hold(6)
     book.forget(free)
@@ -148,11 +151,11 @@ def test_the_tail_of_one_seal_is_older_than_its_head(book: Book) -> None:
     book.put(1, 2, 3)
     book.put(4, 5)
     assert book.by_age() == [key(n) for n in (3, 2, 1, 5, 4)]
-    ((rank, row),) = book.oldest(1)
-    assert (rank, book.key(row)) == (0, key(3))
+    ((rank, tick, row),) = book.oldest(1)
+    assert (rank, book.keys([row])[0]) == (0, key(3))
     run, behind = book.from_oldest(row, 2)
-    assert run == book.find_each([key(3), key(2)]) and behind == book.find([key(1)])[0]
-    assert book.youngest(1) == book._age[book.find([key(4)])[0]] > book._age[row]
+    assert run == book.find_each([key(3), key(2)]) and behind == (tick, book.find([key(1)])[0])
+    assert [book.youngest(1)] == book.history(book.find([key(4)]))[2] and tick < book.tick == book.youngest(1)
 
 
 def test_each_size_has_its_own_order(book: Book) -> None:
@@ -161,8 +164,8 @@ def test_each_size_has_its_own_order(book: Book) -> None:
     book.put(5, size=1)
     assert book.by_age(1) == [key(2), key(1), key(5)]
     assert book.by_age(MAX_CLASSES) == [key(4), key(3)]
-    assert book._idle[1] == 3 and book._idle[MAX_CLASSES] == 2
-    assert book._age[book.oldest(1)[0][1]] < book._age[book.oldest(MAX_CLASSES)[0][1]]
+    assert book.idle(1) == 3 and book.idle(MAX_CLASSES) == 2
+    assert book.oldest(1)[0][1] < book.oldest(MAX_CLASSES)[0][1]
 
 
 def test_a_release_makes_young_again_tails_before_heads(book: Book) -> None:
@@ -214,9 +217,9 @@ def test_a_doomed_row_leaves_the_index_at_once_and_comes_back_with_the_last_rele
     rows = book.put(1, 2)
     book.lease(rows)
     book.lease(rows[:1])
-    book.doom(rows[0])
+    book.doom([rows[0]])
     assert book.known == 1 and book.known_of(1, 2) == [None, rows[1]]
-    assert book._state[rows[0]] == DOOMED
+    assert book.is_leased(rows[0]) and not book.is_sealed(rows[0]) and not book.is_reserved(rows[0])
     again = book.put(1)
     assert book.release(rows) == (SLOT, []), "the doomed row has a holder left"
     assert book.release(rows[:1]) == (SLOT, [rows[0]])
@@ -224,11 +227,55 @@ def test_a_doomed_row_leaves_the_index_at_once_and_comes_back_with_the_last_rele
     assert book.known_of(1) == again, "the new block of the same key stays"
 
 
-@pytest.mark.parametrize("state", [RESERVED, SEALED])
-def test_only_a_leased_block_can_be_doomed(book: Book, state: int) -> None:
-    rows = book.hold(1) if state == RESERVED else book.put(1)
+def test_doom_hands_back_what_nobody_leases(book: Book) -> None:
+    rows = book.put(1, 2, 3)
+    book.lease(rows[1:2])
+    assert book.doom(rows) == [rows[0], rows[2]]
+    assert book.known_of(1, 2, 3) == [rows[0], None, rows[2]]
+    assert book.forget([rows[0], rows[2]]) == [0, 2] and book.release(rows[1:2]) == (SLOT, rows[1:2])
+    book.forget(rows[1:2])
+
+
+def test_only_a_sealed_block_can_be_doomed(book: Book) -> None:
     with pytest.raises(AssertionError):
-        book.doom(rows[0])
+        book.doom(book.hold(1))
+
+
+# --- how often a block was used
+
+
+def test_a_use_raises_ranks_and_tells_runs_of_what_was_alike(book: Book) -> None:
+    rows = book.put(1, 2, 3)
+    tick = book.tick
+    later = book.put(4)
+    assert book.use([*rows, *later]) == ([(0, 1, 3), (0, 0, 1)], [*rows, *later])
+    assert book.uses([*rows, *later]) == [1, 1, 1, 1]
+    assert book.history(rows) == ([key(n) for n in (1, 2, 3)], [1, 1, 1], [tick] * 3)
+    assert book.use(rows[:1]) == ([(1, 1, 1)], []) and book.uses(rows) == [2, 1, 1]
+    assert book.use(rows[1:2] + rows[:1]) == ([(1, 1, 1), (2, 1, 1)], []), "a run ends where ranks differ"
+    assert book.uses(rows) == [2, 2, 1], "no more than the block before it"
+    book.lease([*rows, *later])  # a lease follows a use: only then does the row stand in the list of its rank
+    book.release([*rows, *later])
+
+
+def test_what_is_leased_is_not_used_again_and_what_is_kept_is(book: Book) -> None:
+    leased, kept, none = book.put(1), book.put(2), book.put(3)
+    book.lease(leased)
+    book.lease(kept, keep=True)
+    runs, again = book.use([*none, *kept, *leased])
+    assert runs == [(0, 0, 1), (0, 1, 1)] and again == [*none, *kept]
+    assert book.uses([*leased, *kept, *none]) == [0, 1, 1]
+    book.lease([*none, *kept])
+    book.release([*leased, *kept, *none])
+    book.release(kept)
+
+
+def test_a_sample_is_of_sealed_rows_and_says_for_how_many_one_stands(book: Book) -> None:
+    book.put(*range(10), ranks=bytes(5) + b"\2" * 5)
+    book.hold(10)
+    ranks, ages, stride = book.sample(1 << 20)
+    assert stride == 1 and sorted(ranks.tolist()) == [0] * 5 + [2] * 5 and ages.tolist() == [0] * 10
+    assert book.sample(100)[2] > 1
 
 
 # --- rows that stay where they are while they are held
@@ -236,7 +283,7 @@ def test_only_a_leased_block_can_be_doomed(book: Book, state: int) -> None:
 
 def test_a_kept_row_stays_at_its_age_and_is_no_victim_meanwhile(book: Book) -> None:
     first, second, third = book.put(1), book.put(2), book.put(3)
-    assert book.lease(second, keep=True) == SLOT and book._idle[1] == 2
+    assert book.lease(second, keep=True) == SLOT and book.idle(1) == 2
     assert book.in_order() == first + third
     assert book.release(second) == (SLOT, [])
     assert book.in_order() == first + second + third, "that it was held was no use"
@@ -254,7 +301,7 @@ def test_every_kept_row_is_passed_over_wherever_it_stands(book: Book) -> None:
 def test_whoever_leases_a_kept_row_uses_it(book: Book) -> None:
     first, second = book.put(1), book.put(2)
     book.lease(first, keep=True)
-    assert book.lease(first) == 0 and not book._kept
+    assert book.lease(first) == 0
     book.release(first)
     assert book.in_order() == second, "the mover still holds it"
     book.release(first)
@@ -265,7 +312,7 @@ def test_a_mover_that_comes_second_keeps_nothing(book: Book) -> None:
     first, second = book.put(1), book.put(2)
     book.lease(first)
     book.lease(first, keep=True)
-    assert not book._kept
+    assert book.in_order() == second
     book.release(first)
     book.release(first)
     assert book.in_order() == second + first
@@ -274,7 +321,7 @@ def test_a_mover_that_comes_second_keeps_nothing(book: Book) -> None:
 def test_a_kept_row_can_be_doomed(book: Book) -> None:
     first, second = book.put(1), book.put(2)
     book.lease(first, keep=True)
-    book.doom(first[0])
+    book.doom([first[0]])
     book.check_integrity()
     assert book.in_order() == second
     assert book.release(first) == (SLOT, first)
@@ -284,26 +331,28 @@ def test_a_kept_row_can_be_doomed(book: Book) -> None:
 def test_each_rank_has_its_own_order(book: Book) -> None:
     low, high = book.put(1, 2), book.put(3, 4, ranks=bytes((5, 5)))
     assert book.by_age(rank=0) == [key(2), key(1)] and book.by_age(rank=5) == [key(4), key(3)]
-    assert [rank for rank, _ in book.oldest(1)] == [0, 5] and book._idle[1] == 4
+    assert [rank for rank, _, _ in book.oldest(1)] == [0, 5] and book.idle(1) == 4
+    for _ in range(5):
+        book.use(low[:1])
     book.lease(low)
-    book._rank[low[0]] = 5
     book.release(low)
     assert book.by_age(rank=0) == [key(2)] and book.in_order(rank=5) == [*high[::-1], low[0]]
-    assert book.youngest(1) == book._age[low[0]]
+    assert [book.youngest(1)] == book.history(low[:1])[2]
 
 
 # --- slabs and namespaces
 
 
 def test_the_age_of_a_slab_is_told_only_where_nothing_is_in_use(book: Book) -> None:
-    """Slabs of 4 pages here. Slab 0 is old, 1 young, 2 has a lease, 3 a reservation, 4 a doomed block, 5 is of another size."""
+    """Slabs of 4 pages here. Slab 0 is old, 1 young, 2 has a lease, 3 a reservation, 4 a doomed block, 5 is of another
+    size."""
     book.put(*range(4))
     book.put(*range(4, 8))
     leased, reserved, doomed = book.put(*range(8, 12)), book.hold(*range(12, 16)), book.put(*range(16, 20))
     other = book.put(*range(20, 24), size=2)
     book.seal(reserved[1:])
     book.lease([leased[3], doomed[0]])
-    book.doom(doomed[0])
+    book.doom([doomed[0]])
     ages = book.slab_ages(1, 4)
     assert list(ages) == [0, 1] and ages[0] < ages[1]
     assert list(book.slab_ages(2, 4)) == [5]
@@ -404,11 +453,13 @@ def test_any_order_of_verbs_keeps_the_ledger_whole(data: st.DataObject) -> None:
             assert book.release(rows) == (SLOT * sum(not leases[row] for row in rows), gone)
             book.forget(gone)
             doomed -= set(gone)
-        elif verb == "doom" and (candidates := [row for row in sealed if leases.get(row)]):
-            row = data.draw(st.sampled_from(candidates), "row")
-            book.doom(row)
-            doomed.add(row)
-            del sealed[row]
+        elif verb == "doom" and sealed:
+            rows = data.draw(st.lists(st.sampled_from(sorted(sealed)), unique=True), "rows")
+            assert book.doom(rows) == [row for row in rows if not leases.get(row)]
+            for row in rows:
+                if leases.get(row):
+                    doomed.add(row)
+                    del sealed[row]
         book.check_integrity()
         assert book.known_of(*range(13)) == [
             next((row for row, n in sealed.items() if n == number), None) for number in range(13)

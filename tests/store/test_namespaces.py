@@ -1,4 +1,5 @@
-"""Namespaces by handle: tenants apart, 4,096 places, what is forgotten when they are full, and how a miss is explained."""
+"""Namespaces by handle: tenants apart, 4,096 places, what is forgotten when they are full, and how a miss is
+explained."""
 
 from __future__ import annotations
 
@@ -132,7 +133,8 @@ def test_the_limit_in_a_store_counts_what_holds_blocks() -> None:
 
 
 def test_a_put_under_way_in_a_namespace_that_is_forgotten_leaves_nothing_behind() -> None:
-    """Between the question who is in use and the answer: one block sealed, one reserved. Neither may stay under a handle nobody can name."""
+    """Between the question who is in use and the answer: one block sealed, one reserved. Neither may stay under a
+    handle nobody can name."""
     with Inside() as inside:
         session, late = inside.session(), inside.space(model="org/late")
         for n in range(MAX_NAMESPACES - 1):

@@ -1,8 +1,10 @@
-"""Store and sessions as a state machine: any verbs of several clients, in any order, in an arena so small that eviction and moving slabs never stop.
+"""Store and sessions as a state machine: any verbs of several clients, in any order, in an arena so small that eviction
+and moving slabs never stop.
 
-The model knows one thing about a key: *absent, or equal to what was put under exactly that key*. Who is evicted, and when, is the store's business.
-Beside it the model keeps what clients hold. After each step: leased bytes and what writers wrote into their slots are unchanged, slots in
-use do not overlap, nothing unsealed is known, used bytes stay within the arena, caps hold, and ledger, slabs, accounts and sessions agree.
+The model knows one thing about a key: *absent, or equal to what was put under exactly that key*. Who is evicted, and
+when, is the store's business. Beside it the model keeps what clients hold. After each step: leased bytes and what
+writers wrote into their slots are unchanged, slots in use do not overlap, nothing unsealed is known, used bytes stay
+within the arena, caps hold, and ledger, slabs, accounts and sessions agree.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ Key = bytes
 
 @dataclass(eq=False)
 class Put:
-    """A reservation as its client sees it. `written[i]` is the whole slot as entry i's writer left it; finished entries are gone from `open`."""
+    """A reservation as its client sees it. `written[i]` is the whole slot as entry i's writer left it; finished entries
+    are gone from `open`."""
 
     client: Client
     id: int
@@ -200,7 +203,8 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: any(not client.connected for client in self.clients))
     @rule(n=pick)
     def drained(self, n: int) -> None:
-        """A client says that its copies are done: at once the end of a session in limbo, and later that of one that still has a socket."""
+        """A client says that its copies are done: at once the end of a session in limbo, and later that of one that
+        still has a socket."""
         client = self.one(self.clients, n)
         self.sessions.drained(client.session.id, self.inside.peer_of(client.process, client.tenant))
         client.drained = True
@@ -368,7 +372,7 @@ class Machine(RuleBasedStateMachine):
         """Of several entries with one key in one seal, one is stored; which one is the store's business."""
         ledger = self.store._ledger
         (row,) = ledger.find([key])
-        winner = {i for i in entries if put.offsets[i] == ledger._page[row] * 4096}
+        winner = {i for i in entries if put.offsets[i] == ledger.place(row)[0] * 4096}
         assert len(winner) == 1
         return put.written[winner.pop()][: put.space.block_bytes]
 
@@ -495,7 +499,8 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.puts)
     @rule(n=pick)
     def drop(self, n: int) -> None:
-        """An operator drops a namespace in which something is reserved; its description is registered anew at once, as a client would on Stale."""
+        """An operator drops a namespace in which something is reserved; its description is registered anew at once, as
+        a client would on Stale."""
         old = self.one(self.puts, n).space
         if old not in self.spaces:
             return  # dropped already

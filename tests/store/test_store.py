@@ -1,4 +1,5 @@
-"""The verbs of the store, alone: nothing visible before it is sealed, nothing changed while it is leased, nothing lost when a call fails."""
+"""The verbs of the store, alone: nothing visible before it is sealed, nothing changed while it is leased, nothing lost
+when a call fails."""
 
 from __future__ import annotations
 
@@ -296,7 +297,8 @@ def test_the_cap_of_a_tenant_over_its_sessions_and_not_over_others(shop: Shop) -
 
 
 def test_a_reserve_that_cannot_be_met_evicts_nothing(shop: Shop) -> None:
-    """Three tenants hold three quarters; the rest is idle blocks. What asks for more than the rest must not flush it in vain."""
+    """Three tenants hold three quarters; the rest is idle blocks. What asks for more than the rest must not flush it in
+    vain."""
     held = [(shop.holder(tenant), shop.space(tenant=tenant)) for tenant in "abc"]
     for holder, space in held:
         holder.reserve(space, range(64))
@@ -314,7 +316,8 @@ def test_a_reserve_that_cannot_be_met_evicts_nothing(shop: Shop) -> None:
 
 
 def test_slabs_pinned_by_another_size_are_not_emptied_in_vain(shop: Shop) -> None:
-    """One leased block in each slab keeps another size out of all of them, and is told at once, with nothing evicted."""
+    """One leased block in each slab keeps another size out of all of them, and is told at once, with nothing
+    evicted."""
     holder, small, large = shop.holder(), shop.space(), shop.space(7900)
     shop.stock(holder, small, range(256))
     rows = [holder.lease(small, [n])[0][0] for n in range(0, 256, 32)]
@@ -558,7 +561,8 @@ def test_after_a_full_switch_of_size_nine_tenths_of_the_arena_are_usable(shop: S
 
 @pytest.mark.parametrize(("body_bytes", "waste"), [(MiB, 0.01), (12 * MiB, 0.07), (16 * MiB, 0.01)])
 def test_large_blocks_fit_and_fill_a_real_arena(body_bytes: int, waste: float) -> None:
-    """The bodies are not written, so the arena costs no memory: what counts here is how many fit before anything is evicted."""
+    """The bodies are not written, so the arena costs no memory: what counts here is how many fit before anything is
+    evicted."""
     arena = Arena(8 * SLAB_BYTES)
     store = Store(arena)
     space = Space(store, "t", description(body_bytes))
@@ -610,7 +614,8 @@ def test_one_size_too_many_takes_the_place_of_the_one_used_longest_ago(
 
 
 def test_a_size_too_many_that_finds_no_slab_evicts_nothing(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All classes are taken and every slab holds something in use, so making a class for the new size would be in vain."""
+    """All classes are taken and every slab holds something in use, so making a class for the new size would be in
+    vain."""
     monkeypatch.setattr(slabs_module, "MAX_CLASSES", 2)
     holder, small, large = shop.holder(), shop.space(), shop.space(5000)
     shop.stock(holder, small, range(7 * 32))

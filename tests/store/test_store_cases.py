@@ -1,4 +1,5 @@
-"""Cases KVB-06, 07 and 19 at the store: bytes of one layout never reach a reader of another, every page comes back in its place, racing writers."""
+"""Cases KVB-06, 07 and 19 at the store: bytes of one layout never reach a reader of another, every page comes back in
+its place, racing writers."""
 
 from __future__ import annotations
 
@@ -114,7 +115,8 @@ def pages_put(
 
 @pytest.mark.parametrize(("tokens", "large", "small"), [(1088, 2, 68), (1089, 2, 68), (543, 0, 33)])
 def test_kvb_07_groups_of_544_and_16_tokens(inside: Inside, tokens: int, large: int, small: int) -> None:
-    """Each page of 16 tokens is filled with its own index, and comes back in its own place whatever the order of the blocks. A tail has no block."""
+    """Each page of 16 tokens is filled with its own index, and comes back in its own place whatever the order of the
+    blocks. A tail has no block."""
     bf16 = (Part("k", 8, "bf16"), Part("v", 8, "bf16"))
     layout = Layout((Group("attention", 2, 544, (Layer(0, bf16),)), Group("attention", 2, 16, (Layer(1, bf16),))))
     session, ids, rng = inside.session(), list(range(tokens)), random.Random(tokens)
@@ -197,10 +199,12 @@ FIXTURE = attention(1, 2, 8, engine_tokens=16, dtype="u8")
 
 
 class Race:
-    """Two writers, four readers and a deleter on one key, and a writer of double length. Each thread is a client with its own session.
+    """Two writers, four readers and a deleter on one key, and a writer of double length. Each thread is a client with
+    its own session.
 
-    Double length under one key cannot occur: a block's length follows from namespace and range, which are in the key, and a reserve that states
-    another is refused (see KVB-07 above). So that writer has a namespace of its own, and must not disturb or be disturbed.
+    Double length under one key cannot occur: a block's length follows from namespace and range, which are in the key,
+    and a reserve that states another is refused (see KVB-07 above). So that writer has a namespace of its own, and must
+    not disturb or be disturbed.
     """
 
     def __init__(self, inside: Inside, rounds: int) -> None:
@@ -314,7 +318,8 @@ def test_kvb_19_a_one_key_written_read_and_deleted_at_once(inside: Inside, round
 
 
 def test_many_keys_under_pressure_from_many_threads() -> None:
-    """Six clients put and get runs of 40 keys where 24 fit, with a deleter: what is read is whole and right, and afterwards nothing is held."""
+    """Six clients put and get runs of 40 keys where 24 fit, with a deleter: what is read is whole and right, and
+    afterwards nothing is held."""
     with Inside(24 * 4 * KiB) as inside:
         space, stop, faults = inside.space(3000), threading.Event(), list[BaseException]()
         seen: Counter[str] = Counter()

@@ -108,9 +108,9 @@ class SsdAllocator(Allocator):
 
     def free(self, rows: Sequence[int]) -> None:
         """Forgets rows; those that the journal has, whose checksum is set, get a tombstone."""
-        for row in rows:
-            if self._ledger.checksums((row,))[0]:
-                self._tombstones.add(self._ledger.key(row))
+        for key, checksum in zip(self._ledger.keys(rows), self._ledger.checksums(rows), strict=True):
+            if checksum:
+                self._tombstones.add(key)
         super().free(rows)
 
 
@@ -421,8 +421,7 @@ class Ssd:
         if wanted:
             self._index.put(wanted)
         with self._lock:
-            for out, row in wanted:
-                ledger.set_checksum(row, out.checksum)
+            ledger.set_checksums([row for _, row in wanted], [out.checksum for out, _ in wanted])
             won = [(out, row) for out, row in wanted if not out.namespace.dropped]
             sealed = ledger.seal([row for _, row in won])
             assert all(sealed), "who seals holds the index lock"
@@ -462,9 +461,10 @@ class Ssd:
         if not ledger.is_sealed(row):  # another reader was first, or it was deleted
             return
         self.totals.lost_blocks += 1
-        self._failed_reads.clear(ledger.key(row))
-        self._tombstones.add(ledger.key(row))
-        ledger.doom(row)
+        (key,) = ledger.keys([row])
+        self._failed_reads.clear(key)
+        self._tombstones.add(key)
+        ledger.doom([row])
         ledger.lease([row])
         self._quarantine.append(row)
         slots = min(MAX_QUARANTINED, max(1, self._slabs.usable_bytes // QUARANTINE_SHARE // ledger.slot_bytes((row,))))
@@ -473,15 +473,13 @@ class Ssd:
 
     def _release(self, row: int) -> None:
         _, doomed = self._ledger.release([row])
-        for gone in doomed:
-            self._ledger.set_checksum(gone, 0)  # it has its tombstone
+        self._ledger.set_checksums(doomed, [0] * len(doomed))  # they have their tombstones
         self._allocator.free(doomed)
 
     def _forget(self, rows: Sequence[int]) -> None:
         ledger = self._ledger
-        for row in rows:
-            self._failed_reads.clear(ledger.key(row))
+        for row, key in zip(rows, ledger.keys(rows), strict=True):
+            self._failed_reads.clear(key)
             if ledger.is_leased(row):
-                self._tombstones.add(ledger.key(row))
-                ledger.doom(row)
-        self._allocator.free([row for row in rows if ledger.is_sealed(row)])
+                self._tombstones.add(key)
+        self._allocator.free(ledger.doom(rows))
