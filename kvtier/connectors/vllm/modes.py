@@ -15,13 +15,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvtier.connectors.common.pages import GroupCaches
-from kvtier.connectors.vllm.backend import VARIABLE
 from kvtier.errors import Invalid
 from kvtier.format.layout import FP8
 
 MODES = ("auto", "native", "passthrough", "dual", "expand")
 QUANTIZING = ("dual", "expand")
-HOW = f"start vLLM with --attention-backend CUSTOM (on a CPU, for tests: {VARIABLE}=dual in the environment)"
+HOW = "start vLLM with --attention-backend CUSTOM, on a GPU"
 log = logging.getLogger(__name__)
 
 

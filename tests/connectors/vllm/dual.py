@@ -19,6 +19,8 @@ from kvtier.connectors.vllm.backend import VARIABLE
 from tests.connectors.vllm.engine import Child, Engine, main
 from tests.support.daemon import PATIENCE
 
+CPU_BACKEND = "tests.connectors.vllm.cpu_backend.CpuDualBackend"
+
 
 class DualEngine(Engine):
     """`dual` False: vLLM's own backend."""
@@ -35,7 +37,7 @@ class DualEngine(Engine):
         **options: Any,
     ) -> None:
         super().__init__(
-            model, socket, environment={VARIABLE: "dual" if dual else "", **(environment or {})}, **options
+            model, socket, environment={VARIABLE: CPU_BACKEND if dual else "", **(environment or {})}, **options
         )
 
     def logits(self, directory: Path) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -113,7 +115,7 @@ class DualChild(Child):
 
     def do_never_clear(self) -> None:
         """A fault: writes leave the flags as they are."""
-        from kvtier.connectors.vllm.backend.cpu import CpuDualImpl
+        from tests.connectors.vllm.cpu_backend import CpuDualImpl
 
         CpuDualImpl._clear = lambda *_: None
 

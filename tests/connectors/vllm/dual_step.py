@@ -19,11 +19,9 @@ import kvtier_kernels.interpreter  # noqa: E402, F401
 import torch  # noqa: E402
 from kvtier_kernels import paged, reference  # noqa: E402
 
-from kvtier.connectors.vllm.backend import (  # noqa: E402
-    cpu,
-    flags,
-    gpu,
-)
+from kvtier.connectors.vllm.backend import flags, gpu  # noqa: E402
+from kvtier.connectors.vllm.backend.declared import KINDS  # noqa: E402
+from tests.connectors.vllm import cpu_backend  # noqa: E402
 
 HEADS, KV_HEADS, WIDTH, PAGE, PAGES = 6, 2, 64, 16, 24
 
@@ -42,7 +40,7 @@ def cache_of(order: str) -> torch.Tensor:
     raw = random(*shapes[order], seed=1)
     cache = raw.transpose(1, 2) if order == "LBNHC" else raw[:, 1] if order == "BLHNC" else raw
     page_flags = flags.fix(cache)
-    for number, plane in enumerate(paged.interleaved(cache, WIDTH, page_flags, cpu.KINDS)):
+    for number, plane in enumerate(paged.interleaved(cache, WIDTH, page_flags, KINDS)):
         assert plane.codes is not None and plane.scales is not None
         for page in range(1, PAGES, 2):
             made = reference.quantize(
@@ -95,7 +93,7 @@ def main() -> None:
     for order in ("LBHNC", "LBNHC", "BLHNC"):
         for name, more in options.items() if order == "LBHNC" else [("plain", {})]:
             ends, outputs = [], []
-            for kind in (cpu.CpuDualImpl, gpu.GpuDualImpl):
+            for kind in (cpu_backend.CpuDualImpl, gpu.GpuDualImpl):
                 cache = cache_of(order)
                 impl = kind(
                     HEADS,

@@ -106,7 +106,7 @@ def told(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[
 
 
 def test_without_an_fp8_page_the_backend_is_the_stock_one_up_to_rounding(told: dict[str, Any]) -> None:
-    assert told["layout"][0] == "kvtier.connectors.vllm.backend.cpu"
+    assert told["layout"][0] == "tests.connectors.vllm.cpu_backend"
     (stock, right), (native, logits) = told["stock"], told["native"]
     first = slice(None, None, TOKENS)  # the first token of each prompt: later ones may follow another token
     error = relative(logits[first], right[first])

@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
     [
         ("kvtier.connectors.vllm", "KvtierConnector"),
         ("kvtier.connectors.vllm_tier", "KvtierTier"),
-        ("kvtier.connectors.vllm.backend.cpu", "CpuDualBackend"),
+        ("tests.connectors.vllm.cpu_backend", "CpuDualBackend"),
     ],
 )
 def test_an_engine_loads_no_server(module: str, name: str) -> None:

@@ -4,8 +4,8 @@ vLLM finds `register` as a plug-in (entry point group `vllm.general_plugins`) in
 names the backend:
 
     a GPU    --attention-backend CUSTOM chooses it
-    a CPU    vLLM takes its own backend whatever it is told; for tests KVTIER_ATTENTION=dual in the environment puts
-             kvtier's in its place
+    a CPU    vLLM takes its own backend whatever it is told, and kvtier has no other; KVTIER_ATTENTION in the environment
+             names a class (its dotted path) to put in that one's place, as tests do
 
 The connector (`kvtier.connectors.vllm`, mode "dual") sees by itself whether it is in use. Without the connector the
 backend never meets an FP8 block.
@@ -13,7 +13,7 @@ backend never meets an FP8 block.
 What each file decides:
 
 gpu               the backend's class on a GPU: the Triton kernels
-cpu               the same in plain torch, for tests
+declared          what any backend of kvtier's says of itself, and what none does
 flags             which pages hold FP8
 """
 
@@ -23,7 +23,6 @@ import os
 
 VARIABLE = "KVTIER_ATTENTION"
 ON_GPU = "kvtier.connectors.vllm.backend.gpu.GpuDualBackend"
-ON_CPU = "kvtier.connectors.vllm.backend.cpu.CpuDualBackend"
 
 
 def register() -> None:
@@ -33,11 +32,11 @@ def register() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     asked = os.environ.get(VARIABLE, "")
-    if asked not in ("", "dual"):
-        raise ValueError(f"kvtier: {VARIABLE} is dual or not set, not {asked!r:.80}")
+    if asked and not ("." in asked and all(word.isidentifier() for word in asked.split("."))):
+        raise ValueError(f"kvtier: {VARIABLE} is the dotted path of a class or not set, not {asked!r:.80}")
     if current_platform.is_cpu():
         if asked:
-            register_backend(AttentionBackendEnum.CUSTOM, ON_CPU)  # the backend's name has to be one that is known
-            register_backend(AttentionBackendEnum.CPU_ATTN, ON_CPU)
+            register_backend(AttentionBackendEnum.CUSTOM, asked)  # the backend's name has to be one that is known
+            register_backend(AttentionBackendEnum.CPU_ATTN, asked)
     elif not AttentionBackendEnum.CUSTOM.is_overridden():
         register_backend(AttentionBackendEnum.CUSTOM, ON_GPU)

@@ -9,7 +9,7 @@ steps alone: in those of prefill the number of programs would be fixed.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from kvtier_kernels import paged
@@ -25,7 +25,7 @@ from vllm.v1.attention.backends.triton_attn import (
 )
 
 from kvtier.connectors.vllm.backend import flags
-from kvtier.connectors.vllm.backend.cpu import KINDS, refuse
+from kvtier.connectors.vllm.backend.declared import KINDS, DualDeclared, refuse
 
 
 class GpuDualBuilder(TritonAttentionMetadataBuilder):
@@ -123,23 +123,14 @@ class GpuDualImpl(TritonAttentionImpl):
         return False
 
 
-class GpuDualBackend(TritonAttentionBackend):
+class GpuDualBackend(DualDeclared, TritonAttentionBackend):
     """The class that --attention-backend CUSTOM selects. What the kernels lack is refused by vLLM's own check, by
     name."""
-
-    kvtier_dual = True
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "bfloat16", "float16"]
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         """The cache stays what the model says."""
         return spec
-
-    @staticmethod
-    def get_name() -> str:
-        """A member of vLLM's enumeration."""
-        return "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type[GpuDualImpl]:
@@ -175,16 +166,6 @@ class GpuDualBackend(TritonAttentionBackend):
     def supports_attn_type(cls, attn_type: str) -> bool:
         """Decoders."""
         return bool(attn_type == AttentionType.DECODER)
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        """Yes."""
-        return True
-
-    @classmethod
-    def supports_sink(cls) -> bool:
-        """Yes."""
-        return True
 
     @classmethod
     def supports_rswa(cls) -> bool:

@@ -9,7 +9,7 @@ read from. Called by vLLM from the engine's thread.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from kvtier_kernels import paged
@@ -23,8 +23,8 @@ from vllm.v1.attention.backend import (
 )
 
 from kvtier.connectors.vllm.backend import flags
+from kvtier.connectors.vllm.backend.declared import KINDS, DualDeclared, refuse
 
-KINDS = ("block-head", "block-head")
 ROWS = 256  # queries whose logits exist at once
 
 
@@ -172,18 +172,8 @@ class CpuDualImpl(AttentionImpl[DualMetadata]):
         return found[0], found[1]
 
 
-class CpuDualBackend(AttentionBackend):
-    """The class that vLLM selects."""
-
-    kvtier_dual = True
-    forward_includes_kv_cache_update = False  # so do_kv_cache_update is called
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "bfloat16", "float16"]
-
-    @staticmethod
-    def get_name() -> str:
-        """A member of vLLM's enumeration."""
-        return "CUSTOM"
+class CpuDualBackend(DualDeclared, AttentionBackend):
+    """The class that KVTIER_ATTENTION names where tests run an engine with kvtier's attention on a CPU."""
 
     @staticmethod
     def get_impl_cls() -> type[CpuDualImpl]:
@@ -204,29 +194,3 @@ class CpuDualBackend(AttentionBackend):
     def supports_head_size(cls, head_size: int) -> bool:
         """Rows on multiples of 16 elements."""
         return head_size % 16 == 0
-
-    @classmethod
-    def supports_sliding_window(cls) -> bool:
-        """Yes."""
-        return True
-
-    @classmethod
-    def supports_sink(cls) -> bool:
-        """Yes."""
-        return True
-
-
-def refuse(alibi: Any, kv_cache_dtype: str, attn_type: str, shared: str | None, other: dict[str, Any]) -> None:
-    """Raises NotImplementedError, by name, for what neither this backend nor the GPU's does."""
-    odd = {name: value for name, value in other.items() if value not in (None, False, -1)}
-    if alibi is not None or odd:
-        raise NotImplementedError(f"kvtier's dual backend has no {', '.join(odd) or 'alibi_slopes'}")
-    if kv_cache_dtype not in ("auto", "bfloat16", "float16"):
-        raise NotImplementedError(
-            f"kvtier's dual backend keeps a BF16 or FP16 cache, not kv_cache_dtype {kv_cache_dtype}: an FP8 cache "
-            "needs no dual"
-        )
-    if attn_type != AttentionType.DECODER:
-        raise NotImplementedError(f"kvtier's dual backend is for decoders, not attention of type {attn_type}")
-    if shared is not None:
-        raise NotImplementedError(f"kvtier's dual backend does not read the cache of another layer ({shared})")
