@@ -299,25 +299,6 @@ def test_a_scale_between_two_samples_counts_and_a_weight_there_only_when_full(mo
         assert fingerprint(model) != before
 
 
-@pytest.mark.parametrize(
-    ("name", "scale"),
-    [
-        ("model.layers.0.self_attn.k_scale", True),
-        ("model.layers.0.self_attn.k_proj.k_scale", True),
-        ("model.layers.0.self_attn.attn.v_scale", True),
-        ("layers.3.kv_scale", True),
-        ("q_scale", True),
-        ("model.layers.0.self_attn.k_proj.output_scale", True),
-        ("transformer.h.0.attention.prob_scale", True),
-        ("model.layers.0.mlp.up_proj.weight_scale", False),
-        ("model.layers.0.self_attn.q_proj.weight", False),
-        ("task_scale", False),
-    ],
-)
-def test_which_tensors_are_scales_of_attention(name: str, scale: bool) -> None:
-    assert module.is_scale(name) is scale
-
-
 @pytest.mark.parametrize("change", ["add", "remove", "rename", "longer"])
 def test_the_set_of_files_counts(model: Path, change: str) -> None:
     before = fingerprint(model)
