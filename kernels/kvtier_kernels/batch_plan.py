@@ -23,8 +23,8 @@ from kvtier_kernels.paged import Paged, Plane
 
 # Fields of a table's row. Offsets of the caches count elements of the view concerned, those of the body elements of
 # what is written there.
-NATIVE_AT, CODES_AT, SLOT_SCALES_AT, DATA_AT, SCALES_AT, PAD_AT, PAD_BYTES, INDEX = range(8)
-FIELDS = 8
+NATIVE_AT, CODES_AT, SLOT_SCALES_AT, DATA_AT, SCALES_AT, PAD_AT, PAD_BYTES, INDEX = map(tl.constexpr, range(8))
+FIELDS = tl.constexpr(8)
 _NATIVE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SCALE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -24,8 +24,6 @@ from kvtier_kernels.batch_plan import DATA_AT, FIELDS, NATIVE_AT, SCALE_TYPES, S
 from kvtier_kernels.fp8 import decode
 from kvtier_kernels.paged import SCALES, rows
 
-_FIELDS, _NATIVE_AT = tl.constexpr(FIELDS), tl.constexpr(NATIVE_AT)
-_DATA_AT, _SCALES_AT = tl.constexpr(DATA_AT), tl.constexpr(SCALES_AT)
 PENDING = 256  # launches whose time is not read yet; more wait for the oldest
 
 
@@ -42,16 +40,13 @@ def _expand(
     page = tl.load(pages + one).to(tl.int64)
     if page < 0:
         return
-    entry = table + row * _FIELDS
+    entry = table + row * FIELDS
     d = tl.arange(0, WIDE)
-    target = native.start + tl.multiple_of(tl.load(entry + _NATIVE_AT), 8) + page * native.page + head * native.head
+    target = native.start + tl.multiple_of(tl.load(entry + NATIVE_AT), 8) + page * native.page + head * native.head
     data = (
-        bodies
-        + block * pitch
-        + head * head_stride
-        + tl.multiple_of(tl.load(entry + _DATA_AT), 8 if SCALES == 0 else 16)
+        bodies + block * pitch + head * head_stride + tl.multiple_of(tl.load(entry + DATA_AT), 8 if SCALES == 0 else 16)
     )
-    scales = body_scales + block * scale_pitch + head * scale_head_stride + tl.load(entry + _SCALES_AT)
+    scales = body_scales + block * scale_pitch + head * scale_head_stride + tl.load(entry + SCALES_AT)
     e = first // TOKENS
     for at in range(0, PAGE, TILE):
         t = at + tl.arange(0, TILE)

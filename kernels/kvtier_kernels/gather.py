@@ -31,9 +31,6 @@ from kvtier_kernels.batch_plan import (
 )
 from kvtier_kernels.paged import SCALES, Side
 
-_FIELDS, _CODES_AT, _SLOT_SCALES_AT = tl.constexpr(FIELDS), tl.constexpr(CODES_AT), tl.constexpr(SLOT_SCALES_AT)
-_DATA_AT, _SCALES_AT, _INDEX = tl.constexpr(DATA_AT), tl.constexpr(SCALES_AT), tl.constexpr(INDEX)
-_PAD_AT, _PAD_BYTES = tl.constexpr(PAD_AT), tl.constexpr(PAD_BYTES)
 _CHANNEL_ROWS = tl.constexpr(paged.CHANNEL_ROWS)
 
 
@@ -55,12 +52,12 @@ def _gather(
     if FLAGGED:  # noqa: SIM102
         if tl.load(flags + page) == 0:
             return  # native: quantized by `quantize`
-    entry = table + row * _FIELDS
+    entry = table + row * FIELDS
     d = tl.arange(0, WIDE)
-    source = side.codes.start + tl.multiple_of(tl.load(entry + _CODES_AT), 16) + head * side.codes.head
-    slot_scales = side.scales.start + tl.load(entry + _SLOT_SCALES_AT) + head * side.scales.head
-    data = bodies + block * pitch + head * head_stride + tl.multiple_of(tl.load(entry + _DATA_AT), 16)
-    scales = body_scales + block * scale_pitch + head * scale_head_stride + tl.load(entry + _SCALES_AT)
+    source = side.codes.start + tl.multiple_of(tl.load(entry + CODES_AT), 16) + head * side.codes.head
+    slot_scales = side.scales.start + tl.load(entry + SLOT_SCALES_AT) + head * side.scales.head
+    data = bodies + block * pitch + head * head_stride + tl.multiple_of(tl.load(entry + DATA_AT), 16)
+    scales = body_scales + block * scale_pitch + head * scale_head_stride + tl.load(entry + SCALES_AT)
     if SCALES == 1:
         scale = tl.load(slot_scales + page * side.scales.page)
         tl.store(scales + (e if PER_BLOCK else 0), scale.to(scales.dtype.element_ty))
@@ -89,11 +86,11 @@ def _gather(
         odd += tl.sum(((codes & 0x7F) == 0x7F).to(tl.int32), axis=1)
         if TOPS:
             clips += tl.sum(((codes & 0x7F) == 0x7E).to(tl.int32), axis=1)
-    count = (one * INDICES + tl.load(entry + _INDEX)) * HEADS + head
+    count = (one * INDICES + tl.load(entry + INDEX)) * HEADS + head
     tl.store(nonfinite + count, tl.sum(odd, axis=0))
     if TOPS:
         tl.store(clipped + count, tl.sum(clips, axis=0))
-    zero_padding(bodies + block * pitch + head * head_stride, entry, e == 0, _PAD_AT, _PAD_BYTES)
+    zero_padding(bodies + block * pitch + head * head_stride, entry, e == 0, PAD_AT, PAD_BYTES)
 
 
 def gather(

@@ -43,13 +43,6 @@ from kvtier_kernels.fp8 import encode
 from kvtier_kernels.gather import gather
 from kvtier_kernels.paged import Side
 
-_FIELDS, _NATIVE_AT, _DATA_AT, _SCALES_AT = (
-    tl.constexpr(FIELDS),
-    tl.constexpr(NATIVE_AT),
-    tl.constexpr(DATA_AT),
-    tl.constexpr(SCALES_AT),
-)
-_PAD_AT, _PAD_BYTES, _INDEX = tl.constexpr(PAD_AT), tl.constexpr(PAD_BYTES), tl.constexpr(INDEX)
 _CLIP, _FP8_MAX = tl.constexpr(reference.CLIP), fp8.FP8_MAX
 _MIN_SCALE, _MAX_SCALE = tl.constexpr(reference.MIN_SCALE), tl.constexpr(reference.MAX_SCALE)
 _RECIPROCAL = tl.constexpr(reference.RECIPROCAL)
@@ -173,14 +166,14 @@ def _quantize(
     if FLAGGED:  # noqa: SIM102
         if tl.load(flags + tl.load(page_of + first // PAGE)) != 0:
             return  # holds FP8 already: gathered as it is
-    entry = table + row * _FIELDS
+    entry = table + row * FIELDS
     d = tl.arange(0, WIDE)
-    source = side.native.start + tl.multiple_of(tl.load(entry + _NATIVE_AT), 8) + head * side.native.head
+    source = side.native.start + tl.multiple_of(tl.load(entry + NATIVE_AT), 8) + head * side.native.head
     data = (
-        bodies + block * pitch + head * head_stride + tl.multiple_of(tl.load(entry + _DATA_AT), 8 if KIND == 0 else 16)
+        bodies + block * pitch + head * head_stride + tl.multiple_of(tl.load(entry + DATA_AT), 8 if KIND == 0 else 16)
     )
-    scales = body_scales + block * scale_pitch + head * scale_head_stride + tl.load(entry + _SCALES_AT)
-    index = tl.load(entry + _INDEX)
+    scales = body_scales + block * scale_pitch + head * scale_head_stride + tl.load(entry + SCALES_AT)
+    index = tl.load(entry + INDEX)
     x = _load(source, page_of, first, 0, side.native, d, TOKENS, WIDTH, PAGE, TILE)
     given = statics + index * HEADS + head
     inverse = _block_inverse(
@@ -211,7 +204,7 @@ def _quantize(
     tl.store(clipped + count, tl.sum(clips, axis=0))
     tl.store(nonfinite + count, tl.sum(odd, axis=0))
     tl.store(amaxes + count, tl.max(tops, axis=0))
-    zero_padding(body_bytes + block * byte_pitch + head * byte_head_stride, entry, e == 0, _PAD_AT, _PAD_BYTES)
+    zero_padding(body_bytes + block * byte_pitch + head * byte_head_stride, entry, e == 0, PAD_AT, PAD_BYTES)
 
 
 def quantize(

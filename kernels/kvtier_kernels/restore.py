@@ -32,8 +32,6 @@ from kvtier_kernels.batch_plan import (
 )
 from kvtier_kernels.paged import SCALES, Side
 
-_FIELDS, _CODES_AT, _SLOT_SCALES_AT = tl.constexpr(FIELDS), tl.constexpr(CODES_AT), tl.constexpr(SLOT_SCALES_AT)
-_DATA_AT, _SCALES_AT, _NATIVE_AT = tl.constexpr(DATA_AT), tl.constexpr(SCALES_AT), tl.constexpr(NATIVE_AT)
 _CHANNEL_ROWS = tl.constexpr(paged.CHANNEL_ROWS)
 
 
@@ -52,10 +50,10 @@ def _restore(
     page = tl.load(pages + one).to(tl.int64)
     if page < 0:
         return
-    entry = table + row * _FIELDS
+    entry = table + row * FIELDS
     d = tl.arange(0, WIDE)
     target = rows.start + tl.multiple_of(tl.load(entry + data_field), ALIGN) + page * rows.page + head * rows.head
-    data = bodies + block * pitch + head * head_stride + tl.multiple_of(tl.load(entry + _DATA_AT), ALIGN)
+    data = bodies + block * pitch + head * head_stride + tl.multiple_of(tl.load(entry + DATA_AT), ALIGN)
     for at in range(0, PAGE, TILE):
         t = at + tl.arange(0, TILE)
         inside = (t < PAGE)[:, None] & (d < WIDTH)[None, :]
@@ -63,7 +61,7 @@ def _restore(
         tl.store(target + tl.multiple_of(t * rows.token, 16)[:, None] + d[None, :], x, mask=inside)
     if SCALES > 0:
         slots = scale_rows.start + tl.load(entry + scale_field) + page * scale_rows.page + head * scale_rows.head
-        scales = body_scales + block * scale_pitch + head * scale_head_stride + tl.load(entry + _SCALES_AT)
+        scales = body_scales + block * scale_pitch + head * scale_head_stride + tl.load(entry + SCALES_AT)
         e = first // TOKENS
         if SCALES == 1:
             tl.store(slots, tl.load(scales + (e if PER_BLOCK else 0)).to(tl.float32))
@@ -102,7 +100,7 @@ def _launch(plan: BatchPlan, sort: Sort, bodies: torch.Tensor, pages: torch.Tens
     _restore[(pages.numel(), sort.rows, plan.heads)](
         side.native if part.native else side.codes, side.scales, data, scales, pages, sort.table, data.stride(0),
         scales.stride(0), stride // data.element_size(), stride // scales.element_size(),
-        NATIVE_AT if part.native else CODES_AT, SLOT_SCALES_AT,
+        (NATIVE_AT if part.native else CODES_AT).value, SLOT_SCALES_AT.value,
         SCALES=0 if own else SCALES[part.granularity], PER_BLOCK=part.granularity == "block-head", TOKENS=plan.tokens,
         BLOCKS=plan.engine_blocks, PAGE=plan.page, WIDTH=part.width, WIDE=wide, TILE=tune.tile,
         ALIGN=16 // data.element_size(), num_warps=tune.warps,

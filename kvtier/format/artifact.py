@@ -52,6 +52,10 @@ LEAST_SCALE, MOST_SCALE = (
 
 _PERSON_SCALES = b"kvtier.scales.1"
 _PERSON_ARTIFACT = b"kvtier.art.1"
+_MANIFEST_FIELDS = (
+    "format", "model", "revision", "encoding", "excluded", "backend", "calibration", "calibrated_position", "report",
+    "scales",
+)  # fmt: skip
 
 Scales = Mapping[tuple[int, str], NDArray[np.float32]]
 
@@ -308,18 +312,7 @@ def _parse_manifest(raw: bytes) -> tuple[dict[str, Any], str]:
     version, model, revision, encoding, excluded, backend, calibration, position, report, scales_digest = fields(
         data,
         "manifest",
-        *(
-            "format",
-            "model",
-            "revision",
-            "encoding",
-            "excluded",
-            "backend",
-            "calibration",
-            "calibrated_position",
-            "report",
-            "scales",
-        ),
+        *_MANIFEST_FIELDS,
     )
     if type(version) is not int or version != FORMAT:
         raise Invalid(f"this version reads and writes format {FORMAT}, not {version!r:.80}")

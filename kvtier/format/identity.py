@@ -43,6 +43,10 @@ _TOKEN = re.compile(
 _ONE = "3f800000"  # 1.0 in the form of `f32_hex`
 _HEX64 = re.compile(r"[0-9a-f]{64}")
 _RANGE = struct.Struct("<5H")
+_FIELDS = (
+    "format", "model", "revision", "artifact", "encoding", "scales", "layout", "rope", "hash", "backend", "physical",
+    "packing",
+)  # fmt: skip
 
 
 def f32_hex(value: float) -> str:
@@ -185,20 +189,7 @@ class Description:
             fields(
                 data,
                 "description",
-                *(
-                    "format",
-                    "model",
-                    "revision",
-                    "artifact",
-                    "encoding",
-                    "scales",
-                    "layout",
-                    "rope",
-                    "hash",
-                    "backend",
-                    "physical",
-                    "packing",
-                ),
+                *_FIELDS,
             )
         )
         rule, codec = fields(encoding, "encoding", "rule", "codec")
