@@ -1,21 +1,23 @@
-"""What calls take and give back, whatever carries them: registered namespaces, answers with reasons, leases and fills, and how long lists are split.
+"""What calls take and give back, whatever carries them: registered namespaces, answers with reasons, leases and fills,
+and how long lists are split.
 
-Reads and writes never raise for a fault of the service: they answer less, with a reason. Only a caller's mistake raises (Invalid). No I/O here.
+Reads and writes never raise for a fault of the service: they answer less, with a reason. Only a caller's mistake raises
+(Invalid). No I/O here.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
-from kvtier.errors import Deadline, Invalid, Lost
+from kvtier.errors import Deadline, Invalid, Lost, Stale, Unavailable
 from kvtier.format.identity import NO_CONTEXT, Description
 from kvtier.format.layout import Extents, Range
 from kvtier.protocol import stops as protocol
@@ -25,6 +27,9 @@ from kvtier.protocol.v1 import kvtier_pb2 as pb
 
 Body = npt.NDArray[np.uint8]
 Hashes = bytes | Sequence[bytes]
+M = TypeVar("M", bound=Message)
+T = TypeVar("T")
+_MAX_HANDLES = 4096  # namespaces of which one transport remembers the handle
 
 WHOLE = Range()
 DROPPED = Ending(error=Lost.code, reason="some blocks were dropped before they were sealed")
@@ -37,7 +42,7 @@ class Ended:
 
     @property
     def stop(self) -> int:
-        """Where a daemon that answered stopped (`kvtier.protocol.stops.Stop`); 0 if that was all, or if an error came."""
+        """Where a daemon that answered stopped (`protocol.stops.Stop`); 0 if that was all, or if an error came."""
         return self.ending.stop
 
     @property
@@ -65,14 +70,16 @@ class Bodies(list[Body], Ended):
 
 
 class RegisteredNamespace:
-    """A namespace as this client uses it. Made by `Client.register`; remembers the daemon's handle for it, which a restart voids."""
+    """A namespace as this client uses it.
+
+    Made by `Client.register`.
+    """
 
     def __init__(self, description: Description) -> None:
         self.description = description
         self.digest = description.digest
         self.canonical = description.canonical
         self.hash_bytes = description.hashing.nbytes
-        self._handle: tuple[int, int] | None = None  # (boot id, handle)
         self._resolved: dict[Range, tuple[tuple[int, int, int, int, int], Extents]] = {}
 
     def extents(self, range_: Range = WHOLE) -> Extents:
@@ -92,9 +99,11 @@ class RegisteredNamespace:
 
 @dataclass(frozen=True, slots=True)
 class NamespaceInfo:
-    """A namespace as the daemon lists it. Digests have 32 bytes, `description` is the same for every tenant; `nbytes` are of sealed blocks.
+    """A namespace as the daemon lists it.
 
-    `ttl`: seconds after which a block that nobody puts or uses is forgotten; 0: never.
+    Digests have 32 bytes, `description` is the same for every tenant; `nbytes` are of sealed blocks.
+
+    `ttl`: seconds after which a block that is neither put nor used is forgotten; 0: never.
     """
 
     namespace: bytes
@@ -122,7 +131,10 @@ class NamespaceInfo:
 
 
 class Lease(Sequence[Body], Ended):
-    """The warm leading part of a list of blocks: read-only uint8 views of their bodies. Use as a context manager; views are void after exit."""
+    """The warm leading part of a list of blocks: read-only uint8 views of their bodies.
+
+    Use as a context manager; views are void after exit.
+    """
 
     def __enter__(self) -> Self:
         raise NotImplementedError
@@ -134,9 +146,11 @@ class Lease(Sequence[Body], Ended):
 
 
 class Fill(Sequence[Body | None], Ended):
-    """Reserved slots as writable uint8 views of bodies; None where a block is present already, or where nothing could be reserved.
+    """Reserved slots as writable uint8 views of bodies; None where a block is present already, or where nothing could
+    be reserved.
 
-    The writer writes the whole body, padding included (`docs/format.md`). After a clean exit `sealed` says how many leading blocks are known.
+    The writer writes the whole body, padding included (`docs/format.md`). After a clean exit `sealed` says how many
+    leading blocks are known.
     """
 
     sealed: int
@@ -151,10 +165,13 @@ class Fill(Sequence[Body | None], Ended):
 
 
 class Transport(Protocol):
-    """What carries a client's calls: `local` (the lane and the mapped arena) or `remote` (gRPC). Deadline None: the transport's default."""
+    """What carries a client's calls: `unix` (mapped arena) or `grpc`. Deadline None: the transport's default."""
 
     def call(self, ns: RegisteredNamespace | None, verb: int, request: Message, deadline: float) -> bytes:
-        """One call; within a namespace its handle is filled in, registered where need be. Raises KvtierError of any kind."""
+        """One call; within a namespace its handle is filled in, registered where need be.
+
+        Raises KvtierError of any kind.
+        """
 
     def lease(
         self, ns: RegisteredNamespace, hashes: Hashes, range_: Range, context: bytes, deadline: float | None
@@ -231,6 +248,61 @@ def batches(parts: Iterable[tuple[int, bytes, int]], most: int) -> Iterator[list
         yield batch
 
 
+def parse(kind: type[M], raw: bytes) -> M:
+    """A daemon's answer. Raises Unavailable for bytes that are none."""
+    try:
+        return kind.FromString(raw)
+    except DecodeError:
+        raise Unavailable(
+            "the daemon's answer cannot be read: it was garbled on its way, or is of another version"
+        ) from None
+
+
+class Registration(NamedTuple):
+    """What the daemon of this boot id answered to a registration."""
+
+    boot: int
+    handle: int
+    namespace: bytes
+
+
+class Registrations:
+    """Handles that a daemon gave for descriptions. Asked for once a life of the daemon; thread-safe.
+
+    `ask` registers: bytes of a RegisterRequest in, of its reply out. `boot` is the daemon's boot id where it is known.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, Registration] = {}  # by description digest
+
+    def within(
+        self,
+        ns: RegisteredNamespace,
+        ask: Callable[[bytes], bytes],
+        once: Callable[[Registration], T],
+        boot: int | None = None,
+    ) -> T:
+        """Runs `once` under this namespace's registration, and once more if the daemon has forgotten that."""
+        known = self._known.get(ns.digest)
+        try:
+            return once(known if known and boot in (None, known.boot) else self._register(ns, ask, boot))
+        except Stale:
+            self._known.pop(ns.digest, None)
+            return once(self._register(ns, ask, boot))
+
+    def _register(self, ns: RegisteredNamespace, ask: Callable[[bytes], bytes], boot: int | None) -> Registration:
+        reply = parse(pb.RegisterReply, ask(pb.RegisterRequest(description=ns.canonical).SerializeToString()))
+        if reply.description != ns.digest:
+            raise Unavailable(
+                "the daemon computes another digest for this description: client and daemon differ in version"
+            )
+        known = Registration(reply.boot if boot is None else boot, reply.handle, reply.namespace)
+        if len(self._known) >= _MAX_HANDLES:
+            self._known.clear()
+        self._known[ns.digest] = known
+        return known
+
+
 def context_field(context: bytes) -> bytes:
     """A request context as it travels: nothing where there is none."""
     if len(context) != 32:
@@ -239,7 +311,10 @@ def context_field(context: bytes) -> bytes:
 
 
 def seconds(deadline: float) -> float:
-    """A deadline that a caller gave, in seconds. Raises Invalid for what is none. 0 is one that is over already (`in_time`)."""
+    """A deadline that a caller gave, in seconds.
+
+    Raises Invalid for what is none. 0 is one that is over already (`in_time`).
+    """
     if (
         not isinstance(deadline, int | float)
         or isinstance(deadline, bool)
@@ -251,7 +326,7 @@ def seconds(deadline: float) -> float:
 
 
 def in_time(deadline: float) -> None:
-    """Raises Deadline for one that is over: such a call asks nobody and answers at once."""
+    """Raises Deadline for one that is over: such a call is not sent and answers at once."""
     if deadline <= 0:
         raise Deadline("no answer within 0 s: the deadline was over when the call was made")
 

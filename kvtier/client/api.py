@@ -5,9 +5,10 @@
     with client.fill(ns, hashes) as slots: ...      # reserve; sealed on a clean exit, aborted on an exception
     with client.lease(ns, hashes) as blocks: ...    # the warm leading part, pinned until exit
 
-The same calls over the lane (bytes by reference) and over gRPC (bytes copied): the address chooses, and a lane whose memory cannot be mapped
-gives way to gRPC. Reads and writes never raise for a fault of the service: they answer less, with a reason (`.reason`). Only a caller's mistake
-raises (Invalid). Every call has a deadline. Thread-safe and fork-safe: a child process connects anew by itself.
+The same calls over the unix transport (bytes by reference) and over gRPC (bytes copied): the address chooses, and where
+the daemon's memory cannot be mapped the unix transport gives way to gRPC. Reads and writes never raise for a fault of
+the service: they answer less, with codes and a reason. Only a caller's mistake raises (Invalid). Every call has a
+deadline. Thread-safe and fork-safe: a child process connects anew by itself.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
 from kvtier.client.answers import (
     WHOLE,
@@ -38,6 +39,7 @@ from kvtier.client.answers import (
     context_field,
     count,
     in_time,
+    parse,
     range_fields,
     seconds,
     split,
@@ -74,16 +76,20 @@ __all__ = [
 ]
 
 AGAIN = 0.001  # seconds until a lookup asks again that was told "later", doubled each time that brings nothing new
-LANE_AGAIN = 60.0  # seconds after which a client that fell back to gRPC tries the lane again: descriptors or memory may only have been short
+# Seconds after which a client that fell back to gRPC tries the unix transport again: memory may only have
+# been short.
+UNIX_AGAIN = 60.0
 
 M = TypeVar("M", bound=Message)
 log = logging.getLogger(__name__)
 
 
 class Client:
-    """One session with the daemon at `address`. Connects on first use and again after a loss; an absent daemon raises nothing.
+    """One session with the daemon at `address`.
 
-    address   "unix:/path/to/kvtier.sock" or a path   the lane, for processes on the daemon's host
+    Connects on first use and again after a loss; an absent daemon raises nothing.
+
+    address   "unix:/path/to/kvtier.sock" or a path   the unix transport, for processes on the daemon's host
               "grpc+unix:/path"                       gRPC on a Unix socket
               "grpc://host:port"                      gRPC in clear, for loopback or a tunnel
               "grpcs://host:port"                     gRPC over TLS
@@ -103,16 +109,16 @@ class Client:
     ) -> None:
         scheme, rest = _parse(address)
         self._lock = threading.Lock()
-        self._lane_again = 0.0
-        self._local: UnixTransport | None = None
-        self._remote: GrpcTransport | None = None
+        self._unix_again = 0.0
+        self._unix: UnixTransport | None = None
+        self._grpc: GrpcTransport | None = None
         if scheme == "unix":
             if token or ca or cert or key:
-                raise Invalid("the lane takes no token and no certificate: the kernel says who connects")
-            self._local = UnixTransport(rest)
-            self._connection = self._local.connection
+                raise Invalid("the unix transport takes no token and no certificate: the kernel says who connects")
+            self._unix = UnixTransport(rest)
+            self._connection = self._unix.connection
         else:
-            self._remote = _remote(scheme, rest, token=token, ca=ca, cert=cert, key=key)
+            self._grpc = _grpc_transport(scheme, rest, token=token, ca=ca, cert=cert, key=key)
 
     def __enter__(self) -> Client:
         return self
@@ -122,7 +128,7 @@ class Client:
 
     def close(self) -> None:
         """Ends the session. Open leases stay valid to read until they exit; open fills are lost."""
-        for transport in (self._local, self._remote):
+        for transport in (self._unix, self._grpc):
             if transport is not None:
                 transport.close()
 
@@ -133,7 +139,7 @@ class Client:
     @property
     def lost_blocks(self) -> int:
         """Blocks that came over gRPC and failed their check, so far. They were answered as misses."""
-        return self._remote.lost_blocks if self._remote is not None else 0
+        return self._grpc.lost_blocks if self._grpc is not None else 0
 
     # -- reading
 
@@ -203,7 +209,8 @@ class Client:
     ) -> Lease:
         """A context manager over the warm leading part: read-only body views that stay valid and unchanged until exit.
 
-        Over gRPC these are private copies, which arrive on entry. The deadline is 0.25 s on the lane and 5 s over gRPC if none is given.
+        Over gRPC these are private copies, which arrive on entry. The deadline is 0.25 s on the unix transport and 5 s
+        over gRPC if none is given.
         """
         transport = self._transport(CONTROL_DEADLINE if deadline is None else seconds(deadline))
         return transport.lease(ns, hashes, range_, context, deadline)
@@ -218,10 +225,13 @@ class Client:
         deadline: float = TRANSFER_DEADLINE,
         into: Sequence[Body] | None = None,
     ) -> Bodies:
-        """Private copies of the leading part; what is cold is brought up and waited for. What came over gRPC has been checked, key and every byte.
+        """Private copies of the leading part; what is cold is brought up and waited for.
 
-        into   where to copy to, a writable uint8 array of `extents.body_bytes` per hash, as of a staging buffer; the answer is the leading part of
-               these. What stands in those behind it is not said. Without it each copy is fresh memory, which costs a page fault per 4 KiB.
+        What came over gRPC has been checked, key and every byte.
+
+        into   where to copy to, a writable uint8 array of `extents.body_bytes` per hash, as of a staging buffer; the
+               answer is the leading part of these. What stands in those behind it is not said. Without it each copy is
+               fresh memory, which costs a page fault per 4 KiB.
         """
         if into is not None:
             _check_buffers(into, count(ns, hashes), ns.extents(range_).body_bytes)
@@ -238,7 +248,8 @@ class Client:
         context: bytes = NO_CONTEXT,
         deadline: float | None = None,
     ) -> Fill:
-        """A context manager over reserved slots: writable body views, None where the block is present or nothing could be reserved.
+        """A context manager over reserved slots: writable body views, None where the block is present or nothing could
+        be reserved.
 
         Over gRPC these are private buffers, put on a clean exit. Deadlines as for `lease`.
         """
@@ -255,7 +266,10 @@ class Client:
         context: bytes = NO_CONTEXT,
         deadline: float = TRANSFER_DEADLINE,
     ) -> Answer:
-        """Copies these bodies (uint8 buffers of `extents.body_bytes`) in. Returns how many are known now, counted from the front."""
+        """Copies these bodies (uint8 buffers of `extents.body_bytes`) in.
+
+        Returns how many are known now, counted from the front.
+        """
         if count(ns, hashes) != len(bodies):
             raise Invalid(f"{count(ns, hashes)} hashes for {len(bodies)} bodies")
         nbytes = ns.extents(range_).body_bytes
@@ -288,7 +302,9 @@ class Client:
         context: bytes = NO_CONTEXT,
         deadline: float = CONTROL_DEADLINE,
     ) -> Answer:
-        """Starts bringing cold blocks into memory and returns at once: how many are on their way (0 where there is no lower tier)."""
+        """Starts bringing cold blocks into memory and returns at once: how many are on their way (0 where there is no
+        lower tier).
+        """
         return self._count(Verb.PREFETCH, ns, hashes, range_, context, deadline, degrade=True)
 
     def flush(
@@ -300,13 +316,19 @@ class Client:
         context: bytes = NO_CONTEXT,
         deadline: float = TRANSFER_DEADLINE,
     ) -> Answer:
-        """Waits until these blocks are settled in a lower tier. Returns how many leading ones are (0 where there is no lower tier)."""
+        """Waits until these blocks are settled in a lower tier.
+
+        Returns how many leading ones are (0 where there is no lower tier).
+        """
         return self._count(Verb.FLUSH, ns, hashes, range_, context, deadline, degrade=True)
 
     # -- operators: these raise everything
 
     def explain(self, description: Description, *, deadline: float = TRANSFER_DEADLINE) -> list[str]:
-        """How the nearest namespace of this model that the daemon knows differs: a line per field. Empty: known, or no such model."""
+        """How the nearest namespace of this model that the daemon knows differs: a line per field.
+
+        Empty: known, or no such model.
+        """
         request = pb.ExplainRequest(description=description.canonical)
         return list(self._ask(pb.ExplainReply, None, Verb.EXPLAIN, request, deadline).line)
 
@@ -322,7 +344,9 @@ class Client:
         return [NamespaceInfo.of(one) for one in reply.namespace]
 
     def show(self, name: str, *, deadline: float = TRANSFER_DEADLINE) -> tuple[NamespaceInfo, dict[str, Any]]:
-        """A namespace by the beginning of its digest (hex): what `list_namespaces` says, and its description as plain data."""
+        """A namespace by the beginning of its digest (hex): what `list_namespaces` says, and its description as plain
+        data.
+        """
         reply = self._ask(pb.ShowReply, None, Verb.SHOW, pb.ShowRequest(name=name), deadline)
         return NamespaceInfo.of(reply.info), json.loads(reply.description)
 
@@ -336,7 +360,10 @@ class Client:
         return self._ask(pb.Count, None, Verb.DROP, pb.DropRequest(name=name), deadline).n
 
     def set_ttl(self, name: str, seconds: int, *, deadline: float = TRANSFER_DEADLINE) -> NamespaceInfo:
-        """Lets a namespace's blocks be forgotten once nobody has put or used them for so long; 0: never. Needs role admin."""
+        """Lets a namespace's blocks be forgotten that have been neither put nor used for so long; 0: never.
+
+        Needs role admin.
+        """
         if not 0 <= seconds < 2**32:
             raise Invalid(f"a time-to-live of {seconds} seconds: write a number of seconds, or 0 for none")
         return NamespaceInfo.of(
@@ -352,7 +379,10 @@ class Client:
         context: bytes = NO_CONTEXT,
         deadline: float = TRANSFER_DEADLINE,
     ) -> Answer:
-        """Keeps the leading known blocks from eviction until `unpin`, at most a tenth of the arena. Needs role admin."""
+        """Keeps the leading known blocks from eviction until `unpin`, at most a tenth of the arena.
+
+        Needs role admin.
+        """
         return self._count(Verb.PIN, ns, hashes, range_, context, deadline)
 
     def unpin(
@@ -370,44 +400,41 @@ class Client:
     # -- inside
 
     def _transport(self, deadline: float) -> Transport:
-        """The lane, or gRPC: by address, and where the daemon's memory cannot be mapped. Connects a lane that is not; never raises."""
-        local, remote = self._local, self._remote
-        if remote is not None and (local is None or time.monotonic() < self._lane_again):
-            return remote
-        assert local is not None
+        """The unix transport, or gRPC: by address, and where the daemon's memory cannot be mapped.
+
+        Connects where that is not done; never raises.
+        """
+        unix, grpc = self._unix, self._grpc
+        if grpc is not None and (unix is None or time.monotonic() < self._unix_again):
+            return grpc
+        assert unix is not None
         if not deadline:
-            return local
+            return unix
         try:
-            local.attach(deadline)
+            unix.attach(deadline)
         except Unmappable as error:
-            return self._fall_back(local, error)
+            return self._fall_back(unix, error)
         except KvtierError:
             pass  # the call itself will say so
         else:
-            if remote is not None:
-                self._remote = None
-                remote.close()
-        return local
+            if grpc is not None:
+                self._grpc = None
+                grpc.close()
+        return unix
 
-    def _fall_back(self, local: UnixTransport, error: Unmappable) -> GrpcTransport:
+    def _fall_back(self, unix: UnixTransport, error: Unmappable) -> GrpcTransport:
         with self._lock:
-            self._lane_again = time.monotonic() + LANE_AGAIN
-            if self._remote is None:
-                path = grpc_beside(local.connection.path)
+            self._unix_again = time.monotonic() + UNIX_AGAIN
+            if self._grpc is None:
+                path = grpc_beside(unix.connection.path)
                 log.warning("kvtier: %s; using gRPC on %s instead: bytes are copied", error, path)
-                self._remote = _remote("grpc+unix", path)
-            return self._remote
+                self._grpc = _grpc_transport("grpc+unix", path)
+            return self._grpc
 
     def _ask(self, kind: type[M], ns: RegisteredNamespace | None, verb: int, request: Message, deadline: float) -> M:
         """One call and its answer. Raises KvtierError of any kind."""
         in_time(seconds(deadline))
-        raw = self._transport(deadline).call(ns, verb, request, deadline)
-        try:
-            return kind.FromString(raw)
-        except DecodeError:
-            raise Unavailable(
-                "the daemon's answer cannot be read: it was garbled on its way, or is of another version"
-            ) from None
+        return parse(kind, self._transport(deadline).call(ns, verb, request, deadline))
 
     def _count(
         self,
@@ -420,7 +447,10 @@ class Client:
         *,
         degrade: bool = False,
     ) -> Answer:
-        """Sum of a verb's counts over the parts of a long list. `degrade`: a fault of the service ends the sum with a reason."""
+        """Sum of a verb's counts over the parts of a long list.
+
+        `degrade`: a fault of the service ends the sum with a reason.
+        """
         total, ending, until = 0, WHOLE_ANSWER, time.monotonic() + seconds(deadline)
         try:
             in_time(deadline)
@@ -451,10 +481,10 @@ def _check_buffers(buffers: Sequence[Body], n: int, nbytes: int) -> None:
             )
 
 
-def _remote(scheme: str, rest: str, **locks: Any) -> GrpcTransport:
+def _grpc_transport(scheme: str, rest: str, **locks: Any) -> GrpcTransport:
     from kvtier.client.grpc import GrpcTransport
     from kvtier.client.grpc_channel import (
-        GrpcChannel,  # a client of the lane does without grpc: 0.1 s of importing, and its threads
+        GrpcChannel,  # a client of the unix transport does without grpc: 0.1 s of importing, and its threads
     )
 
     return GrpcTransport(GrpcChannel(scheme, rest, **locks))
@@ -472,6 +502,6 @@ def _parse(address: str) -> tuple[str, str]:
         scheme, rest = "unix", address if address.startswith(("/", ".")) or ":" not in address else ""
     if not rest:
         raise Invalid(
-            f"{address!r:.200} is not an address this client knows: write unix:/path/to/kvtier.sock or grpcs://host:port"
+            f"{address!r:.200} is not an address of kvtier: write unix:/path/to/kvtier.sock or grpcs://host:port"
         )
     return scheme, rest

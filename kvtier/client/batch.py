@@ -1,8 +1,10 @@
-"""Many blocks copied into or out of the mapped arena. While one piece is copied, the calls for its neighbours are on their way.
+"""Many blocks copied into or out of the mapped arena.
 
-A call that is waited for costs a wake-up on each side, and after a large copy both sides find their caches cold. So the next piece is asked for
-before this one is copied, and the last one's seal is read after it; a release needs no answer. At most two pieces are held at a time.
-Not thread-safe: a batch is one call of one thread.
+While one piece is copied, the calls for its neighbours are on their way.
+
+A call that is waited for costs a wake-up on each side, and after a large copy both sides find their caches cold. So the
+next piece is asked for before this one is copied, and the last one's seal is read after it; a release needs no answer.
+At most two pieces are held at a time. Not thread-safe: a batch is one call of one thread.
 """
 
 from __future__ import annotations
@@ -25,13 +27,17 @@ from kvtier.protocol.limits import CONTROL_DEADLINE, KEYS_PER_CALL
 from kvtier.protocol.stops import PRESENT
 from kvtier.protocol.v1 import kvtier_pb2 as pb
 
-# A piece takes longer to copy than its calls do. Two are enough: on two cores a put in two pieces gained 5 % over one at 1 MiB, more pieces gained
+# A piece takes longer to copy than its calls do. Two are enough: on two cores a put in two pieces gained 5 % over one
+# at 1 MiB, more pieces gained
 # nothing, and neither does a second one where all is 8 MiB.
 PIECE_BYTES, PIECES = 8 << 20, 2
 
 
 class Batch:
-    """Blocks of one namespace and range. `done` of them, from the front, are copied: a call that failed may be made again and goes on there."""
+    """Blocks of one namespace and range.
+
+    `done` of them, from the front, are copied: a call that failed may be made again and goes on there.
+    """
 
     def __init__(self, ns: RegisteredNamespace, raw: bytes, range_: Range, context: bytes, deadline: float) -> None:
         self._raw, self._step = raw, ns.hash_bytes
@@ -45,7 +51,9 @@ class Batch:
     def read(
         self, connection: Connection, attachment: Attachment, handle: int, bodies: Bodies, into: Sequence[Body] | None
     ) -> int:
-        """Appends copies of the warm leading part to `bodies`, made in `into` (at the same places) if given. Returns why it stopped.
+        """Appends copies of the warm leading part to `bodies`, made in `into` (at the same places) if given.
+
+        Returns why it stopped.
 
         Raises KvtierError of any kind; nothing stays leased.
         """
@@ -54,13 +62,13 @@ class Batch:
 
         def ask(first: int) -> None:
             opened.append(next(attachment.ids))
-            wire.send(Verb.LEASE, self._keys(handle, opened[-1], first, per_call), self._deadline)
+            sock.send(Verb.LEASE, self._keys(handle, opened[-1], first, per_call), self._deadline)
 
         try:
-            with connection.several(attachment, self._deadline) as wire:
+            with connection.several(attachment, self._deadline) as sock:
                 ask(self.done)
                 while opened:
-                    reply = pb.Slots.FromString(wire.answer())
+                    reply = pb.Slots.FromString(sock.answer())
                     offsets, stop = reply.offset, reply.stop
                     following = self.done + len(offsets)
                     if not stop and following < self.total:
@@ -73,7 +81,7 @@ class Batch:
                     copy(zip(targets, (self._body(attachment, offset) for offset in offsets), strict=True))
                     bodies += targets
                     self.done = following
-                    wire.post(opened[0], self._deadline)
+                    sock.post(opened[0], self._deadline)
                     opened.popleft()
         except ErrorAnswer as answered:
             raise answered.error from None
@@ -83,31 +91,34 @@ class Batch:
         return stop
 
     def write(self, connection: Connection, attachment: Attachment, handle: int, bodies: Sequence[Any]) -> None:
-        """Copies bodies in and seals them. Raises KvtierError of any kind, with `done` as far as it came; nothing stays reserved."""
+        """Copies bodies in and seals them.
+
+        Raises KvtierError of any kind, with `done` as far as it came; nothing stays reserved.
+        """
         per_call, total = self._per_call(attachment), self.total
         opened: deque[int] = deque()
         sealing = 0  # blocks of the seal whose answer is on its way
 
         def ask(first: int) -> None:
             opened.append(next(attachment.ids))
-            wire.send(
+            sock.send(
                 Verb.RESERVE, self._keys(handle, opened[-1], first, per_call, self._extents.block_bytes), self._deadline
             )
 
         try:
-            with connection.several(attachment, self._deadline) as wire:
+            with connection.several(attachment, self._deadline) as sock:
                 ask(self.done)
                 for first in range(self.done, total, per_call):
                     try:
-                        offsets = pb.Slots.FromString(wire.answer()).offset
+                        offsets = pb.Slots.FromString(sock.answer()).offset
                     except ErrorAnswer as refused:
-                        self._sealed(wire, opened, sealing)  # the piece before it is stored and counted
+                        self._sealed(sock, opened, sealing)  # the piece before it is stored and counted
                         if not sealing or not isinstance(refused.error, Full):
                             raise
                         sealing = 0  # and its slots are perhaps the room that was missing
                         opened.pop()
                         ask(first)
-                        offsets = pb.Slots.FromString(wire.answer()).offset
+                        offsets = pb.Slots.FromString(sock.answer()).offset
                     if first + per_call < total:
                         self._check_time()
                         ask(first + per_call)
@@ -117,28 +128,30 @@ class Batch:
                         for offset, body in placed
                         if offset != PRESENT
                     )
-                    self._sealed(wire, opened, sealing)
-                    wire.send(Verb.SEAL, pb.Held(id=opened[0]).SerializeToString(), self._deadline)
+                    self._sealed(sock, opened, sealing)
+                    sock.send(Verb.SEAL, pb.Held(id=opened[0]).SerializeToString(), self._deadline)
                     sealing = len(offsets)
-                self._sealed(wire, opened, sealing)
+                self._sealed(sock, opened, sealing)
         except ErrorAnswer as answered:
             raise answered.error from None
         finally:
             if opened:
                 connection.finish(attachment, Verb.ABORT, list(opened), CONTROL_DEADLINE)
 
-    def _sealed(self, wire: UnixSocket, opened: deque[int], n: int) -> None:
+    def _sealed(self, sock: UnixSocket, opened: deque[int], n: int) -> None:
         """Reads the answer to the seal of the oldest piece, of `n` blocks."""
         if not n:
             return
-        known = pb.Count.FromString(wire.answer()).n
+        known = pb.Count.FromString(sock.answer()).n
         self.done += known
         if known < n:
             raise Lost("some blocks were dropped before they were sealed")
         opened.popleft()
 
     def _per_call(self, attachment: Attachment) -> int:
-        """Blocks of a piece: an eighth of what a session may hold at most, so that two at a time leave room for other threads of it."""
+        """Blocks of a piece: an eighth of what a session may hold at most, so that two at a time leave room for other
+        threads of it.
+        """
         slot = self._extents.slot_bytes
         return max(
             1,

@@ -1,9 +1,11 @@
-"""How a client hangs on to a daemon: sockets, the session they share, the mapped arena, and what to do when any of it goes away.
+"""How a client hangs on to a daemon: sockets, the session they share, the mapped arena, and what to do when any of it
+goes away.
 
-Connects on first use. Threads share a small pool of sockets (`wire`). An idle *anchor* socket keeps the session when a call's own
-socket breaks or times out, and tells at once when the daemon goes: then the old arena is unmapped as soon as no lease or fill is open on it, and
-only then is the next daemon's mapped (memory never doubles). After a failure the next attempt waits a jittered 50 ms to 1 s; calls in
-between fail at once. After fork the child has no connection, no views and starts afresh. Thread-safe.
+Connects on first use. Threads share a small pool of sockets. An idle *session* socket keeps the session when a
+call's own socket breaks or times out, and tells at once when the daemon goes: then the old arena is unmapped as soon as
+no lease or fill is open on it, and only then is the next daemon's mapped (memory never doubles). After a failure the
+next attempt waits a jittered 50 ms to 1 s; calls in between fail at once. After fork the child has no connection, no
+views and starts afresh. Thread-safe.
 """
 
 from __future__ import annotations
@@ -44,21 +46,24 @@ class Unmappable(Unavailable):
 
 
 class Attachment:
-    """One session with one life of a daemon: boot id, session id, mapping. `users` counts open leases and fills on the mapping."""
+    """One session with one life of a daemon: boot id, session id, mapping.
 
-    def __init__(self, anchor: UnixSocket) -> None:
-        """Takes over the anchor's file descriptor. Raises Unmappable."""
-        if anchor.fd is None:
+    `users` counts open leases and fills on the mapping.
+    """
+
+    def __init__(self, session_socket: UnixSocket) -> None:
+        """Takes over the session socket's file descriptor. Raises Unmappable."""
+        if session_socket.fd is None:
             raise Unmappable("the daemon cannot watch this process (no pidfd), so it does not share its memory")
-        fd, anchor.fd = anchor.fd, None
-        self.boot = anchor.boot
-        self.session = anchor.hello.session
-        self.tenant, self.role = anchor.hello.tenant, anchor.hello.role
+        fd, session_socket.fd = session_socket.fd, None
+        self.boot = session_socket.boot
+        self.session = session_socket.hello.session
+        self.tenant, self.role = session_socket.hello.tenant, session_socket.hello.role
         try:
-            self.mapping = Mapping(fd, anchor.hello.arena_bytes)
+            self.mapping = Mapping(fd, session_socket.hello.arena_bytes)
         except (OSError, ValueError, OverflowError) as error:
             raise Unmappable(
-                f"the daemon's {anchor.hello.arena_bytes} bytes of memory cannot be mapped: {error}"
+                f"the daemon's {session_socket.hello.arena_bytes} bytes of memory cannot be mapped: {error}"
             ) from None
         self.memory = self.mapping.array
         self.ids = itertools.count(1)
@@ -67,7 +72,7 @@ class Attachment:
         self.debts: deque[tuple[int, int]] = deque(
             maxlen=MAX_DEBTS
         )  # (verb, id): releases and aborts that may not have arrived
-        self.anchor = anchor
+        self.session_socket = session_socket
         self.idle: deque[UnixSocket] = deque()
 
 
@@ -94,7 +99,10 @@ class Connection:
         self._closed = False
 
     def attach(self, deadline: float) -> Attachment:
-        """The current attachment, made if need be. Raises Unavailable (at once while backing off), Deadline, or the answer to a hello."""
+        """The current attachment, made if need be.
+
+        Raises Unavailable (at once while backing off), Deadline, or the answer to a hello.
+        """
         attachment = self._attachment
         if attachment is not None and not attachment.gone:
             return attachment
@@ -129,70 +137,79 @@ class Connection:
         if closed:
             self.lost(made)
             raise Unavailable("the client is closed")
-        threading.Thread(target=_watch, args=(weakref.ref(self), made), name="kvtier-anchor", daemon=True).start()
+        threading.Thread(target=_watch, args=(weakref.ref(self), made), name="kvtier-session", daemon=True).start()
         threading.Thread(target=_populate, args=(weakref.ref(self), made), name="kvtier-populate", daemon=True).start()
         return made
 
     def _attach(self, hello: pb.HelloRequest, deadline: float) -> Attachment:
         """A new session and its mapping. Whatever goes wrong ends this thread's turn: another may try after a pause."""
-        anchor = None
+        session_socket = None
         try:
-            anchor = UnixSocket(self.path, hello, deadline)
-            return Attachment(anchor)
+            session_socket = UnixSocket(self.path, hello, deadline)
+            return Attachment(session_socket)
         except BaseException as error:
-            if anchor is not None:
-                anchor.close()
+            if session_socket is not None:
+                session_socket.close()
             self._failed(error)
             if isinstance(error, OSError | DecodeError):
                 raise Unavailable(f"cannot attach to the daemon: {error}") from None
             raise
 
     def call(self, attachment: Attachment, verb: int, body: bytes, deadline: float) -> bytes:
-        """One call on a socket of this attachment. Raises KvtierError of any kind. A socket that breaks is not the end: the anchor tells that."""
-        wire, deadline = self._borrow(attachment, deadline)
+        """One call on a socket of this attachment.
+
+        Raises KvtierError of any kind. A socket that breaks is not the end: the session socket tells that.
+        """
+        sock, deadline = self._borrow(attachment, deadline)
         try:
-            reply = wire.call(verb, body, deadline)
+            reply = sock.call(verb, body, deadline)
         except ErrorAnswer as answered:
-            self._give_back(attachment, wire)
+            self._give_back(attachment, sock)
             raise answered.error from None
         except BaseException:
-            self._give_back(attachment, wire, broken=True)
+            self._give_back(attachment, sock, broken=True)
             raise
-        self._give_back(attachment, wire)
+        self._give_back(attachment, sock)
         return reply
 
     @contextmanager
     def several(self, attachment: Attachment, deadline: float) -> Iterator[UnixSocket]:
-        """A wire of this attachment for calls that overlap. The caller reads every answer; one that it leaves unread costs the wire."""
-        wire, _ = self._borrow(attachment, deadline)
+        """A socket of this attachment for calls that overlap.
+
+        The caller reads every answer; one that it leaves unread costs that socket.
+        """
+        sock, _ = self._borrow(attachment, deadline)
         broken = True
         try:
-            yield wire
+            yield sock
             broken = False
         except ErrorAnswer:
             broken = False
             raise
         finally:
-            self._give_back(attachment, wire, broken=broken or wire.waiting > 0)
+            self._give_back(attachment, sock, broken=broken or sock.waiting > 0)
 
     def release(self, attachment: Attachment, ids: Sequence[int], deadline: float) -> None:
-        """Ends leases without waiting for an answer. Never raises. What may not have arrived is a debt, as in `finish`."""
+        """Ends leases without waiting for an answer.
+
+        Never raises. What may not have arrived is a debt, as in `finish`.
+        """
         if attachment.gone:
             return
         try:
-            wire, _ = self._borrow(attachment, deadline)
+            sock, _ = self._borrow(attachment, deadline)
         except KvtierError:
             attachment.debts.extend((Verb.RELEASE, id_) for id_ in ids)
             return
-        room = MAX_POSTED - len(wire.posted)
+        room = MAX_POSTED - len(sock.posted)
         try:
             for id_ in ids[:room]:
-                wire.post(id_, deadline)
+                sock.post(id_, deadline)
         except KvtierError:
             attachment.debts.extend((Verb.RELEASE, id_) for id_ in ids)  # a release said twice is said once
-            self._give_back(attachment, wire, broken=True)
+            self._give_back(attachment, sock, broken=True)
             return
-        self._give_back(attachment, wire)
+        self._give_back(attachment, sock)
         if len(ids) > room:
             self.finish(attachment, Verb.RELEASE, ids[room:], deadline)
 
@@ -244,7 +261,9 @@ class Connection:
         self._goodbye()
 
     def _goodbye(self) -> None:
-        """Of a closed client, which will not connect again: says now which sessions are drained, if the daemon is still there."""
+        """Of a closed client, which will not connect again: says now which sessions are drained, if the daemon is still
+        there.
+        """
         with self._lock:
             if not self._closed or not self._drained:
                 return
@@ -267,7 +286,7 @@ class Connection:
             if self._attachment is attachment:
                 self._attachment = None
             self._retired.append(attachment)
-            for sock in (attachment.anchor, *attachment.idle):  # lent ones are closed when they come back
+            for sock in (attachment.session_socket, *attachment.idle):  # lent ones are closed when they come back
                 sock.close()
             attachment.idle.clear()
             self._lock.notify_all()
@@ -360,13 +379,16 @@ class Connection:
 
 
 def _watch(owner: weakref.ref[Connection], attachment: Attachment) -> None:
-    """Waits on the anchor for the end of the stream, and pays debts. Holds no reference to the connection, so a forgotten client can be collected."""
-    anchor = attachment.anchor
+    """Waits on the session socket for the end of the stream, and pays debts.
+
+    Holds no reference to the connection, so a forgotten client can be collected.
+    """
+    session_socket = attachment.session_socket
     try:
-        frames.set_timeouts(anchor.sock, _TICK, _TICK)
+        frames.set_timeouts(session_socket.sock, _TICK, _TICK)
         while not attachment.gone:
             try:
-                if not anchor.sock.recv(1):  # nothing is ever sent here
+                if not session_socket.sock.recv(1):  # nothing is ever sent here
                     break
             except BlockingIOError:
                 connection = owner()
@@ -380,7 +402,7 @@ def _watch(owner: weakref.ref[Connection], attachment: Attachment) -> None:
     if connection is not None:
         connection.lost(attachment)
     else:
-        anchor.close()
+        session_socket.close()
 
 
 def _populate(owner: weakref.ref[Connection], attachment: Attachment) -> None:

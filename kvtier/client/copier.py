@@ -1,7 +1,9 @@
-"""Copies between arrays, large ones shared with a helper thread: one core does not fill a memory channel, and numpy lets go of the interpreter.
+"""Copies between arrays, large ones shared with a helper thread: one core does not fill a memory channel, and numpy
+lets go of the interpreter.
 
-One helper a process, whoever asks, made at the first large copy and anew after a fork. Any thread may call; nobody waits for another's copies longer
-than one stride takes. Where there is one core, or no thread to be had, the caller copies alone.
+One helper a process, whoever asks, made at the first large copy and anew after a fork. Any thread may call; nobody
+waits for another's copies longer than one stride takes. Where there is one core, or no thread to be had, the caller
+copies alone.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ import numpy as np
 
 from kvtier.client.answers import Body
 
-# On two cores a batch of 32 MiB took 0.76 of the time of one thread; below a quarter of SHARE_BYTES the hand-over costs what it gains.
+# On two cores a batch of 32 MiB took 0.76 of the time of one thread; below a quarter of SHARE_BYTES the hand-over costs
+# what it gains.
 SHARE_BYTES = 1 << 20  # copies of less are the caller's alone
 STRIDE = 1 << 20  # bytes that are copied in one go
 
@@ -25,7 +28,10 @@ _helper: ThreadPoolExecutor | None = None
 
 
 def copy(pairs: Iterable[tuple[Body, Body]]) -> None:
-    """Copies each (to, from), uint8 of equal sizes. When it returns or raises (ValueError: sizes differ), none is left running."""
+    """Copies each (to, from), uint8 of equal sizes.
+
+    When it returns or raises (ValueError: sizes differ), none is left running.
+    """
     todo = deque(
         (to[at : at + STRIDE], source[at : at + STRIDE]) for to, source in pairs for at in range(0, source.size, STRIDE)
     )

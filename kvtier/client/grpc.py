@@ -1,8 +1,8 @@
 """gRPC as a client's transport: the same calls from anywhere, bytes copied and checked.
 
-A put asks first what is there and sends the rest; what a get brings is used only after its trailer's checksums and its keys have been verified. A
-handle goes with the boot id of the daemon that gave it, so that a restarted daemon never takes one for another. Thread-safe; a lease or fill
-belongs to one thread at a time.
+A put asks first what is there and sends the rest; what a get brings is used only after its trailer's checksums and its
+keys have been verified. A handle goes with the boot id of the daemon that gave it, so that a restarted daemon never
+takes one for another. Thread-safe; a lease or fill belongs to one thread at a time.
 """
 
 from __future__ import annotations
@@ -29,16 +29,19 @@ from kvtier.client.answers import (
     Hashes,
     Lease,
     RegisteredNamespace,
+    Registration,
+    Registrations,
     context_field,
     count,
     in_time,
     join,
+    parse,
     range_fields,
     split,
     waiting,
 )
 from kvtier.client.grpc_channel import GrpcChannel
-from kvtier.errors import Invalid, KvtierError, Lost, Stale, Unavailable
+from kvtier.errors import Invalid, KvtierError, Lost, Unavailable
 from kvtier.format.block import verify
 from kvtier.format.identity import derive_keys
 from kvtier.format.layout import HEADER_BYTES, Range
@@ -50,21 +53,10 @@ from kvtier.protocol.v1 import kvtier_pb2 as pb
 
 BYTES_PER_CALL = 64 * 2**20  # of one put or get: what is lost if it breaks off
 MAX_FILL = 2**30  # bytes of one fill's private buffers
-_MAX_HANDLES = 4096
 
 Block = npt.NDArray[np.uint8]
-M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """What the daemon of this boot id answered to a registration."""
-
-    boot: int
-    handle: int
-    namespace: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +69,7 @@ class _Which:
     hashes: bytes
     nbytes: int = 0
 
-    def keys(self, known: _Known) -> pb.Keys:
+    def keys(self, known: Registration) -> pb.Keys:
         fields = range_fields(self.ns, self.range_)
         return pb.Keys(
             handle=known.handle,
@@ -95,14 +87,17 @@ class GrpcTransport:
     def __init__(self, channel: GrpcChannel) -> None:
         self.channel = channel
         self.lost_blocks = 0
-        self._known: dict[bytes, _Known] = {}  # by description digest
+        self._registrations = Registrations()
 
     def close(self) -> None:
         """Closes the channel; calls under way fail."""
         self.channel.close()
 
     def call(self, ns: RegisteredNamespace | None, verb: int, request: Message, deadline: float) -> bytes:
-        """One call; within a namespace handle and boot id are filled in, registered where need be. Raises KvtierError of any kind."""
+        """One call; within a namespace handle and boot id are filled in, registered where need be.
+
+        Raises KvtierError of any kind.
+        """
         if ns is None:
             return self.channel.unary(rpc.METHODS[verb], request.SerializeToString(), deadline)
         until = time.monotonic() + deadline
@@ -185,7 +180,7 @@ class GrpcTransport:
         for part in split(ns, hashes):
             run = pb.Run(hashes=part, **range_fields(ns, range_))
             request = pb.LookupRequest(context=context_field(context), bitmap=True, run=[run])
-            reply = _parse(pb.LookupReply, self.call(ns, Verb.LOOKUP, request, _left(until)))
+            reply = parse(pb.LookupReply, self.call(ns, Verb.LOOKUP, request, _left(until)))
             n = len(part) // ns.hash_bytes
             if [len(bits) for bits in reply.bitmap] != [(n + 7) // 8]:
                 raise Unavailable("the daemon's answer has no bitmap of this run")
@@ -204,7 +199,10 @@ class GrpcTransport:
         context: bytes,
         until: float,
     ) -> Answer:
-        """Puts the blocks with these indices; the others are there already. Returns how many leading blocks are known then."""
+        """Puts the blocks with these indices; the others are there already.
+
+        Returns how many leading blocks are known then.
+        """
         raw, step = join(ns, hashes), ns.hash_bytes
         nbytes, per_call = ns.extents(range_).block_bytes, _per_call(ns, range_)
         for at in range(0, len(missing), per_call):
@@ -225,34 +223,16 @@ class GrpcTransport:
 
     # -- inside
 
-    def _within(self, ns: RegisteredNamespace, until: float, once: Callable[[_Known], T]) -> T:
+    def _within(self, ns: RegisteredNamespace, until: float, once: Callable[[Registration], T]) -> T:
         """Runs `once` under this namespace's registration, and once more if the daemon has forgotten that."""
-        try:
-            return once(self._register(ns, until))
-        except Stale:
-            self._known.pop(ns.digest, None)
-            return once(self._register(ns, until))
+        method = rpc.METHODS[Verb.REGISTER]
+        return self._registrations.within(ns, lambda raw: self.channel.unary(method, raw, _left(until)), once)
 
-    def _register(self, ns: RegisteredNamespace, until: float) -> _Known:
-        known = self._known.get(ns.digest)
-        if known is None:
-            request = pb.RegisterRequest(description=ns.canonical)
-            reply = _parse(pb.RegisterReply, self.call(None, Verb.REGISTER, request, _left(until)))
-            if reply.description != ns.digest:
-                raise Unavailable(
-                    "the daemon computes another digest for this description: client and daemon differ in version"
-                )
-            known = _Known(reply.boot, reply.handle, reply.namespace)
-            if len(self._known) >= _MAX_HANDLES:
-                self._known.clear()
-            self._known[ns.digest] = known
-        return known
-
-    def _call(self, verb: int, request: Any, until: float, known: _Known) -> bytes:
+    def _call(self, verb: int, request: Any, until: float, known: Registration) -> bytes:
         request.handle, request.boot = known.handle, known.boot
         return self.channel.unary(rpc.METHODS[verb], request.SerializeToString(), _left(until))
 
-    def _put(self, which: _Which, pieces: list[memoryview], until: float, known: _Known) -> pb.PutReply:
+    def _put(self, which: _Which, pieces: list[memoryview], until: float, known: Registration) -> pb.PutReply:
         request = pb.PutRequest(keys=which.keys(known), checksum=map(xxhash.xxh3_64_intdigest, pieces))
 
         def messages() -> Iterator[bytes]:
@@ -261,12 +241,12 @@ class GrpcTransport:
                 for at in range(0, len(piece), CHUNK):
                     yield rpc.data_chunk(piece[at : at + CHUNK])
 
-        reply = _parse(pb.PutReply, self.channel.upload(messages(), _left(until)))
+        reply = parse(pb.PutReply, self.channel.upload(messages(), _left(until)))
         if reply.known > len(pieces):
             raise Unavailable(f"the daemon answers that it stored {reply.known} blocks of {len(pieces)}")
         return reply
 
-    def _get(self, which: _Which, until: float, known: _Known) -> tuple[list[Block], Ending]:
+    def _get(self, which: _Which, until: float, known: Registration) -> tuple[list[Block], Ending]:
         """One call: (the blocks that passed their check, why there are not more)."""
         nbytes = which.ns.extents(which.range_).block_bytes
         request, left = which.keys(known), _left(until)
@@ -290,7 +270,7 @@ class CopiedLease(Lease):
 
     def __init__(
         self,
-        remote: GrpcTransport,
+        transport: GrpcTransport,
         ns: RegisteredNamespace,
         hashes: Hashes,
         range_: Range,
@@ -299,7 +279,7 @@ class CopiedLease(Lease):
     ) -> None:
         context_field(context)
         join(ns, hashes)
-        self._ask = partial(remote.fetch, ns, hashes, range_, context, deadline)
+        self._ask = partial(transport.fetch, ns, hashes, range_, context, deadline)
         self._bodies: list[Body] = []
 
     def __enter__(self) -> CopiedLease:
@@ -326,7 +306,7 @@ class CopiedFill(Fill):
 
     def __init__(
         self,
-        remote: GrpcTransport,
+        transport: GrpcTransport,
         ns: RegisteredNamespace,
         hashes: Hashes,
         range_: Range,
@@ -334,7 +314,7 @@ class CopiedFill(Fill):
         deadline: float | None,
     ) -> None:
         context_field(context)
-        self._remote, self._ns, self._hashes = remote, ns, join(ns, hashes)
+        self._transport, self._ns, self._hashes = transport, ns, join(ns, hashes)
         self._range, self._context, self._deadline = range_, context, deadline
         self._total = count(ns, self._hashes)
         self._buffers: dict[int, Body] | None = None
@@ -345,10 +325,10 @@ class CopiedFill(Fill):
         until = time.monotonic() + (CONTROL_DEADLINE if self._deadline is None else self._deadline)
         try:
             in_time(CONTROL_DEADLINE if self._deadline is None else self._deadline)
-            missing = self._remote.missing(self._ns, self._hashes, self._range, self._context, until)
+            missing = self._transport.missing(self._ns, self._hashes, self._range, self._context, until)
             if len(missing) * nbytes > MAX_FILL:
                 raise Invalid(
-                    f"{len(missing) * nbytes} bytes in one fill; over gRPC it may have {MAX_FILL}: send fewer blocks a call"
+                    f"{len(missing) * nbytes} bytes in one fill; over gRPC it may have {MAX_FILL}: send fewer"
                 )
             self._buffers = {i: np.empty(nbytes, np.uint8) for i in missing}
         except Invalid:
@@ -364,7 +344,7 @@ class CopiedFill(Fill):
         if kind is not None or buffers is None:
             return
         until = time.monotonic() + (TRANSFER_DEADLINE if self._deadline is None else self._deadline)
-        done = self._remote.send(self._ns, self._hashes, buffers, list(buffers), self._range, self._context, until)
+        done = self._transport.send(self._ns, self._hashes, buffers, list(buffers), self._range, self._context, until)
         self.sealed, self.ending = int(done), done.ending
 
     def __len__(self) -> int:
@@ -379,7 +359,10 @@ class CopiedFill(Fill):
 
 
 def _receive(messages: Iterator[bytes], nbytes: int, most: int) -> tuple[list[Block], pb.GetTrailer]:
-    """Blocks of `nbytes` and the trailer, out of the stream of a get. Raises Unavailable for a stream that is not one."""
+    """Blocks of `nbytes` and the trailer, out of the stream of a get.
+
+    Raises Unavailable for a stream that is not one.
+    """
     blocks: list[Block] = []
     have, greeted = nbytes, False  # bytes of the last block
     try:
@@ -415,12 +398,3 @@ def _per_call(ns: RegisteredNamespace, range_: Range) -> int:
 
 def _left(until: float) -> float:
     return max(0.001, until - time.monotonic())
-
-
-def _parse(kind: type[M], raw: bytes) -> M:
-    try:
-        return kind.FromString(raw)
-    except DecodeError:
-        raise Unavailable(
-            "the daemon's answer cannot be read: it was garbled on its way, or is of another version"
-        ) from None

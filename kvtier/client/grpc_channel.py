@@ -1,8 +1,10 @@
-"""How a client hangs on to a daemon over gRPC: the channel, who it says it is, what failures are called, and what is left of it after a fork.
+"""How a client hangs on to a daemon over gRPC: the channel, who it says it is, what failures are called, and what is
+left of it after a fork.
 
-gRPC connects and reconnects by itself, with jittered pauses of 0.1 to 1 s; calls in between fail at once with what the last attempt met. Every
-call has a deadline. A fork child leaves its parent's channel alone and makes its own. gRPC does not always survive a fork (threads of the parent
-that were calling leave its locks taken), so the child's first call runs aside, and if that never returns gRPC is given up there. Thread-safe.
+gRPC connects and reconnects by itself, with jittered pauses of 0.1 to 1 s; calls in between fail at once with what the
+last attempt met. Every call has a deadline. A fork child leaves its parent's channel alone and makes its own. gRPC does
+not always survive a fork (threads of the parent that were calling leave its locks taken), so the child's first call
+runs aside, and if that never returns gRPC is given up there. Thread-safe.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ _GRACE = 0.5  # seconds beyond a deadline until a call in a fork child counts as
 log = logging.getLogger(__name__)
 
 
-class _Wire:
+class _OpenChannel:
     """One gRPC channel and its methods, of one process."""
 
     def __init__(self, target: str, credentials: Any, options: list[tuple[str, int]]) -> None:
@@ -44,7 +46,9 @@ class _Wire:
 
 
 class GrpcChannel:
-    """Calls as raw messages. `scheme` is grpc+unix, grpc or grpcs, `rest` a path or host:port; files are PEM. Raises Invalid for these.
+    """Calls as raw messages.
+
+    `scheme` is grpc+unix, grpc or grpcs, `rest` a path or host:port; files are PEM. Raises Invalid for these.
 
     Does no I/O but reading the files; connects with the first call.
     """
@@ -84,16 +88,16 @@ class GrpcChannel:
 
     def _setup(self) -> None:
         self._lock = threading.Lock()
-        self._wire: _Wire | None = None
+        self._open_channel: _OpenChannel | None = None
         self._stuck = False
 
     def close(self) -> None:
         """Closes the channel; calls under way fail."""
         with self._lock:
             self._closed = True
-            wire, self._wire = self._wire, None
-        if wire is not None:
-            wire.channel.close()
+            opened, self._open_channel = self._open_channel, None
+        if opened is not None:
+            opened.channel.close()
 
     def unary(self, method: str, raw: bytes, deadline: float) -> bytes:
         """One message out, one back. Raises KvtierError of any kind."""
@@ -112,11 +116,14 @@ class GrpcChannel:
 
     @contextmanager
     def download(self, raw: bytes, deadline: float) -> Iterator[Iterator[bytes]]:
-        """A get: one message out, an iterator over those that come. Leaving ends the call. Errors inside become KvtierError."""
+        """A get: one message out, an iterator over those that come.
+
+        Leaving ends the call. Errors inside become KvtierError.
+        """
         self._prove(deadline)
-        wire = self._open()
+        opened = self._open()
         try:
-            stream = wire.get(raw, timeout=deadline, metadata=self._metadata)
+            stream = opened.get(raw, timeout=deadline, metadata=self._metadata)
         except ValueError:
             raise Unavailable("the client is closed") from None
         try:
@@ -131,20 +138,21 @@ class GrpcChannel:
                 return
             yield message
 
-    def _open(self) -> _Wire:
-        wire = self._wire
-        if wire is not None:
-            return wire
+    def _open(self) -> _OpenChannel:
+        opened = self._open_channel
+        if opened is not None:
+            return opened
         with self._lock:
             if self._closed:
                 raise Unavailable("the client is closed")
             if self._stuck:
                 raise Unavailable(
-                    "gRPC did not survive the fork of this process: start it anew (multiprocessing: spawn), or use the lane"
+                    "gRPC did not survive the fork of this process: start it anew (multiprocessing: spawn), or use "
+                    "the unix transport"
                 )
-            if self._wire is None:
-                self._wire = _Wire(self.target, self._credentials, self._options)
-            return self._wire
+            if self._open_channel is None:
+                self._open_channel = _OpenChannel(self.target, self._credentials, self._options)
+            return self._open_channel
 
     def _prove(self, deadline: float) -> None:
         """In a fork child: no stream before a small call has come back."""
@@ -165,7 +173,7 @@ class GrpcChannel:
         thread.start()
         thread.join(deadline + _GRACE)
         if not done:
-            self._lock, self._wire, self._stuck = threading.Lock(), None, True
+            self._lock, self._open_channel, self._stuck = threading.Lock(), None, True
             raise Deadline(f"no answer within {deadline * 1000:g} ms")
         self._proven = True
         if isinstance(done[0], BaseException):
@@ -211,8 +219,8 @@ class GrpcChannel:
         return Unavailable(f"no daemon at {self.target}: {details[: rpc.MAX_DETAILS]}")
 
     def _after_fork(self) -> None:
-        if self._wire is not None:
-            _inherited.append(self._wire)  # its end would reach into threads that do not exist here
+        if self._open_channel is not None:
+            _inherited.append(self._open_channel)  # its end would reach into threads that do not exist here
             self._proven = False
         self._setup()
 
@@ -242,7 +250,7 @@ def _read(name: str, path: str | None) -> bytes | None:
 
 
 _live: weakref.WeakSet[GrpcChannel] = weakref.WeakSet()
-_inherited: list[_Wire] = []
+_inherited: list[_OpenChannel] = []
 
 
 def _fork_children_start_afresh() -> None:

@@ -17,9 +17,11 @@ _PROT_NONE, _MAP_FIXED, _MAP_NORESERVE = 0, 0x10, 0x4000
 
 
 class Mapping:
-    """A client's view of a daemon's arena. Not inherited over fork: a child that touches it dies instead of reading someone else's bytes.
+    """A client's view of a daemon's arena.
 
-    Not an mmap object: that keeps a descriptor of the file open for as long as anyone has a view.
+    Not inherited over fork: a child that touches it dies instead of reading someone else's bytes.
+
+    Not an mmap object: that keeps a descriptor of the file open for as long as there is a view.
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
@@ -40,11 +42,15 @@ class Mapping:
         advise(self.array, 0, nbytes, DONTFORK)
 
     def populate(self, start: int, size: int) -> None:
-        """Makes page table entries for memory that the daemon has backed already (8-20 GiB/s), so that the first copy does not fault."""
+        """Makes page table entries for memory that the daemon has backed already (8-20 GiB/s), so that the first copy
+        does not fault.
+        """
         advise(self.array, start, min(size, self.nbytes - start), POPULATE_WRITE)
 
     def close(self) -> None:
-        """Gives the arena up, at once and for every view that somebody still has though it is void: such a view reads zeros. Idempotent."""
+        """Gives the arena up, at once and for every view that is still held though void: such a view reads
+        zeros. Idempotent.
+        """
         if hasattr(self, "array"):
             self._cover(mmap.PROT_READ | mmap.PROT_WRITE)
             del (
@@ -54,7 +60,8 @@ class Mapping:
     def guard_after_fork(self) -> None:
         """In a fork child: occupies the address range, which fork left empty, with memory that no one may touch.
 
-        Else a later mapping of the child could land there, be read through stale views, and be unmapped when this object dies.
+        Else a later mapping of the child could land there, be read through stale views, and be unmapped when this
+        object dies.
         """
         self._cover(_PROT_NONE)
 

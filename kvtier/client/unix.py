@@ -1,7 +1,7 @@
-"""The lane as a client's transport: blocks by reference in the mapped arena, copies at the speed of memory.
+"""The unix socket as a client's transport: blocks by reference in the mapped arena, copies at the speed of memory.
 
-Handles are registered where a call needs one, and again after a restart of the daemon. The session, its sockets and the mapping are
-`connection`'s business. Thread-safe; a lease or fill belongs to one thread at a time.
+Handles are registered where a call needs one, and again after a restart of the daemon. The session, its sockets and the
+mapping are `connection`'s business. Thread-safe; a lease or fill belongs to one thread at a time.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from kvtier.client.answers import (
     Hashes,
     Lease,
     RegisteredNamespace,
+    Registration,
+    Registrations,
     context_field,
     count,
     in_time,
@@ -32,7 +34,7 @@ from kvtier.client.answers import (
 )
 from kvtier.client.batch import Batch
 from kvtier.client.connection import Attachment, Connection
-from kvtier.errors import Invalid, KvtierError, Stale, Unavailable
+from kvtier.errors import Invalid, KvtierError
 from kvtier.format.layout import HEADER_BYTES, Range
 from kvtier.protocol.frames import Verb
 from kvtier.protocol.limits import CONTROL_DEADLINE
@@ -45,10 +47,14 @@ COLD_AGAIN, COLD_LONGEST = 0.001, 0.05  # seconds until a get looks again whethe
 
 
 class UnixTransport:
-    """Calls over the lane at `path`. Raises Unmappable (from `attach`) where the daemon does not share its memory with this process."""
+    """Calls over the unix socket at `path`.
+
+    Raises Unmappable (from `attach`) where the daemon does not share its memory with this process.
+    """
 
     def __init__(self, path: str) -> None:
         self.connection = Connection(path)
+        self._registrations = Registrations()
 
     def attach(self, deadline: float) -> None:
         """Connects now if need be. Raises KvtierError."""
@@ -66,22 +72,20 @@ class UnixTransport:
         deadline: float,
         attachment: Attachment | None = None,
     ) -> bytes:
-        """One call; within a namespace its handle is filled in, registered where need be, once more if the daemon has forgotten it."""
+        """One call; within a namespace its handle is filled in, registered where need be, once more if the daemon has
+        forgotten it.
+        """
         until = time.monotonic() + deadline
         attachment = attachment or self.connection.attach(deadline)
-        if ns is not None:
-            request.handle = self._handle(ns, attachment, deadline)  # type: ignore[attr-defined]
-        left = until - time.monotonic()
-        if left < 0.99 * deadline:  # a deadline that stays the same spares the socket two system calls
-            deadline = max(0.001, left)
-        try:
-            return self.connection.call(attachment, verb, request.SerializeToString(), deadline)
-        except Stale:
-            if ns is None:
-                raise
-            ns._handle = None
-            request.handle = self._handle(ns, attachment, deadline)  # type: ignore[attr-defined]
-            return self.connection.call(attachment, verb, request.SerializeToString(), deadline)
+
+        def once(known: Registration | None = None) -> bytes:
+            if known is not None:
+                request.handle = known.handle  # type: ignore[attr-defined]
+            return self.connection.call(attachment, verb, request.SerializeToString(), _left(until, deadline))
+
+        if ns is None:
+            return once()
+        return self._registrations.within(ns, self._asking(attachment, until, deadline), once, attachment.boot)
 
     def lease(
         self, ns: RegisteredNamespace, hashes: Hashes, range_: Range, context: bytes, deadline: float | None
@@ -104,12 +108,15 @@ class UnixTransport:
         deadline: float,
         into: Sequence[Body] | None = None,
     ) -> Bodies:
-        """See Client.get. Taken in pieces, so that the session's cap is never in the way; what is cold is fetched and waited for."""
+        """See Client.get.
+
+        Taken in pieces, so that the session's cap is never in the way; what is cold is fetched and waited for.
+        """
         until, pause = time.monotonic() + deadline, COLD_AGAIN
         bodies, raw = Bodies(), join(ns, hashes)
         while raw:
-            left = max(0.001, until - time.monotonic())
-            batch = Batch(ns, raw, range_, context, left if left < 0.99 * deadline else deadline)
+            left = _left(until, deadline)
+            batch = Batch(ns, raw, range_, context, left)
             try:
                 in_time(deadline)
                 stop = self._within(ns, left, partial(batch.read, self.connection, bodies=bodies, into=into))
@@ -135,7 +142,10 @@ class UnixTransport:
     def _fetch(
         self, ns: RegisteredNamespace, raw: bytes, range_: Range, context: bytes, deadline: float, bodies: Bodies
     ) -> bool:
-        """Starts bringing up the next cold blocks, as many as the arena holds easily: more would push each other out. Whether it was asked."""
+        """Starts bringing up the next cold blocks, as many as the arena holds easily: more would push each other out.
+
+        Whether it was asked.
+        """
         try:
             arena = self.connection.attach(deadline).mapping.nbytes
             n = max(1, min(FETCH_AHEAD, arena // 16 // ns.extents(range_).slot_bytes))
@@ -170,32 +180,28 @@ class UnixTransport:
         return Answer(batch.done)
 
     def _within(self, ns: RegisteredNamespace, deadline: float, call: Callable[[Attachment, int], T]) -> T:
-        """A call on the current attachment with the namespace's handle, once more if the daemon has forgotten it. Raises KvtierError of any kind."""
+        """A call on the current attachment with the namespace's handle, once more if the daemon has forgotten it.
+
+        Raises KvtierError of any kind.
+        """
+        until = time.monotonic() + deadline
         attachment = self.connection.attach(deadline)
         self.connection.use(attachment)
         try:
-            try:
-                return call(attachment, self._handle(ns, attachment, deadline))
-            except Stale:
-                ns._handle = None
-                return call(attachment, self._handle(ns, attachment, deadline))
+            asking = self._asking(attachment, until, deadline)
+            return self._registrations.within(ns, asking, lambda known: call(attachment, known.handle), attachment.boot)
         finally:
             self.connection.unuse(attachment)
 
-    def _handle(self, ns: RegisteredNamespace, attachment: Attachment, deadline: float) -> int:
-        known = ns._handle
-        if known is not None and known[0] == attachment.boot:
-            return known[1]
-        request = pb.RegisterRequest(description=ns.canonical)
-        reply = pb.RegisterReply.FromString(
-            self.connection.call(attachment, Verb.REGISTER, request.SerializeToString(), deadline)
-        )
-        if reply.description != ns.digest:
-            raise Unavailable(
-                "the daemon computes another digest for this description: client and daemon differ in version"
-            )
-        ns._handle = (attachment.boot, reply.handle)
-        return reply.handle
+    def _asking(self, attachment: Attachment, until: float, deadline: float) -> Callable[[bytes], bytes]:
+        """Registers a description within what is left of the deadline."""
+        return lambda raw: self.connection.call(attachment, Verb.REGISTER, raw, _left(until, deadline))
+
+
+def _left(until: float, deadline: float) -> float:
+    """Seconds until `until`. A deadline that stays about the same stays equal: that spares two system calls."""
+    left = until - time.monotonic()
+    return deadline if left >= 0.99 * deadline else max(0.001, left)
 
 
 class MappedLease(Lease):
@@ -203,14 +209,14 @@ class MappedLease(Lease):
 
     def __init__(
         self,
-        local: UnixTransport,
+        transport: UnixTransport,
         ns: RegisteredNamespace,
         hashes: Hashes,
         range_: Range,
         context: bytes,
         deadline: float,
     ) -> None:
-        self._local, self._ns = local, ns
+        self._transport, self._ns = transport, ns
         self._parts = split(ns, hashes)
         self._range, self._context, self._deadline = range_, context_field(context), deadline
         self._ids: list[int] = []
@@ -219,7 +225,7 @@ class MappedLease(Lease):
         self._offsets: list[int] = []
 
     def __enter__(self) -> MappedLease:
-        ns, connection = self._ns, self._local.connection
+        ns, connection = self._ns, self._transport.connection
         fields = range_fields(ns, self._range)
         self._body_bytes = ns.extents(self._range).body_bytes
         try:
@@ -234,7 +240,7 @@ class MappedLease(Lease):
                 id_ = next(attachment.ids)
                 self._ids.append(id_)
                 request = pb.Keys(id=id_, context=self._context, hashes=part, **fields)
-                reply = pb.Slots.FromString(self._local.call(ns, Verb.LEASE, request, self._deadline, attachment))
+                reply = pb.Slots.FromString(self._transport.call(ns, Verb.LEASE, request, self._deadline, attachment))
                 self._offsets += reply.offset
                 self.ending = Ending.at(reply.stop)
                 if reply.stop:
@@ -253,7 +259,7 @@ class MappedLease(Lease):
         if attachment is None:
             return
         self._memory = None
-        connection = self._local.connection
+        connection = self._transport.connection
         # the tail first, so that it is older than its head and goes first
         connection.release(attachment, self._ids[::-1], min(CONTROL_DEADLINE, self._deadline))
         connection.unuse(attachment)
@@ -268,7 +274,7 @@ class MappedLease(Lease):
         return self._mapped()[start : start + self._body_bytes]
 
     def __iter__(self) -> Iterator[Body]:
-        if not self._offsets:  # perhaps nobody answered: there is no mapping then
+        if not self._offsets:  # without an answer there is no mapping
             return iter(())
         memory, nbytes = self._mapped(), self._body_bytes
         return iter([memory[at : at + nbytes] for at in [offset + HEADER_BYTES for offset in self._offsets]])
@@ -284,14 +290,14 @@ class MappedFill(Fill):
 
     def __init__(
         self,
-        local: UnixTransport,
+        transport: UnixTransport,
         ns: RegisteredNamespace,
         hashes: Hashes,
         range_: Range,
         context: bytes,
         deadline: float,
     ) -> None:
-        self._local, self._ns = local, ns
+        self._transport, self._ns = transport, ns
         self._parts = split(ns, hashes)
         self._range, self._context, self._deadline = range_, context_field(context), deadline
         self._ids: list[tuple[int, int]] = []
@@ -301,7 +307,7 @@ class MappedFill(Fill):
         self.sealed = 0
 
     def __enter__(self) -> MappedFill:
-        ns, connection = self._ns, self._local.connection
+        ns, connection = self._ns, self._transport.connection
         fields = range_fields(ns, self._range)
         extents = ns.extents(self._range)
         self._body_bytes = extents.body_bytes
@@ -316,7 +322,7 @@ class MappedFill(Fill):
                 self._ids.append((id_, len(part) // ns.hash_bytes))
                 request = pb.Keys(id=id_, context=self._context, hashes=part, nbytes=extents.block_bytes, **fields)
                 offsets += pb.Slots.FromString(
-                    self._local.call(ns, Verb.RESERVE, request, self._deadline, attachment)
+                    self._transport.call(ns, Verb.RESERVE, request, self._deadline, attachment)
                 ).offset
             self._offsets = offsets
         except BaseException as error:
@@ -335,7 +341,7 @@ class MappedFill(Fill):
         if kind is not None or self._offsets is None:
             self._abort()
             return
-        connection = self._local.connection
+        connection = self._transport.connection
         try:
             for id_, n in self._ids:
                 request = pb.Held(id=id_)
@@ -373,6 +379,6 @@ class MappedFill(Fill):
         attachment, self._attachment = self._attachment, None
         if attachment is None:
             return
-        connection = self._local.connection
+        connection = self._transport.connection
         connection.finish(attachment, Verb.ABORT, [id_ for id_, _ in self._ids], min(CONTROL_DEADLINE, self._deadline))
         connection.unuse(attachment)

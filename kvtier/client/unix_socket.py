@@ -1,7 +1,9 @@
-"""One socket of a client to a daemon's lane: the hello, then calls in order, of which the next may be sent before the last is answered.
+"""One connection of a client to the daemon's unix socket: the hello, then calls in order. The next call may be sent
+before the last is answered.
 
-A release may go without an answer (`post`); the answer to any later call tells that it arrived. Not thread-safe: `connection` lends a wire to one
-call at a time. A wire that fails, or is given up with an answer still on its way, must be closed: what it would say next is not known.
+A release may go without an answer (`post`); the answer to any later call tells that it arrived. Not thread-safe:
+`connection` lends a socket to one call at a time. A socket that fails, or is given up with an answer still on its way,
+must be closed: what it would say next is not known.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ MAX_POSTED = 64  # releases on their way that nothing has told of; the next one 
 
 
 class ErrorAnswer(Exception):
-    """Carries an error that the daemon answered with: the call failed, the wire is fine."""
+    """Carries an error that the daemon answered with: the call failed, the socket is fine."""
 
     def __init__(self, error: KvtierError) -> None:
         super().__init__(error)
@@ -30,7 +32,7 @@ class ErrorAnswer(Exception):
 
 
 class UnixSocket:
-    """One lane socket after its hello.
+    """One socket after its hello.
 
     posted   (request id, id) of releases that may not have arrived, oldest first
     fd       the arena's, if it was asked for and given
@@ -101,7 +103,10 @@ class UnixSocket:
         self.posted[-1] = (request, id_)
 
     def answer(self) -> bytes:
-        """The answer to the oldest call without one. Raises ErrorAnswer if it is an error; Deadline or Unavailable if the transport failed."""
+        """The answer to the oldest call without one.
+
+        Raises ErrorAnswer if it is an error; Deadline or Unavailable if the transport failed.
+        """
         request = self._sent.popleft()
         try:
             status, answered, _, reply = self._buffer.receive(self.sock, self._deadline)
@@ -161,12 +166,11 @@ def _broken(error: BaseException) -> Unavailable:
     return Unavailable(f"the connection broke: {str(error) or 'closed by the daemon'}")
 
 
-_open: weakref.WeakSet[UnixSocket] = (
-    weakref.WeakSet()
-)  # all that are open, those lent and those that are just connecting too
+# all that are open, those lent and those that are just connecting too
+_open: weakref.WeakSet[UnixSocket] = weakref.WeakSet()
 
 
 def forget_all() -> None:
     """In a fork child: closes what it inherited."""
-    for wire in list(_open):
-        wire.forget()
+    for one in list(_open):
+        one.forget()

@@ -1,4 +1,7 @@
-"""Answers carry codes: what a program decides, it decides by `stop` and `error`, whatever the words say. And deadlines that are over."""
+"""Answers carry codes: what a program decides, it decides by `stop` and `error`, whatever the words say.
+
+And deadlines that are over.
+"""
 
 from __future__ import annotations
 

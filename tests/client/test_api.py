@@ -1,7 +1,8 @@
-"""The client library against a real daemon: every verb, what it answers when it cannot, and several clients, threads and processes at once.
+"""The client library against a real daemon: every verb, what it answers when it cannot, and several clients, threads
+and processes at once.
 
-Blocks carry their number, so bytes of another block, of a freed slot (the daemon poisons them) or of no block at all show. After every test the
-daemon holds nothing for anyone and its ledger agrees with its sessions.
+Blocks carry their number, so bytes of another block, of a freed slot (the daemon poisons them) or of no block at all
+show. After every test the daemon holds nothing for anyone and its ledger agrees with its sessions.
 """
 
 from __future__ import annotations

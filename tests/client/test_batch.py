@@ -1,7 +1,7 @@
 """Calls that overlap on one socket, releases that nobody waits for, and the copies that are made meanwhile.
 
-The rules under test: answers come in the order of the calls; a release that may not have arrived is said again; what a batch could not finish it
-gives back; and what is counted as stored is stored.
+The rules under test: answers come in the order of the calls; a release that may not have arrived is said again; what a
+batch could not finish it gives back; and what is counted as stored is stored.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ def test_a_release_that_may_be_lost_is_said_again(client: Patient, daemon: Daemo
     assert len(lease.__enter__()) == 4
     wire = attachment.idle[-1]
     post, said = wire.post, []
-    wire.post = lambda id_, deadline: (said.append(id_), wire.posted.append((10**6, id_)))  # type: ignore[method-assign, func-returns-value]
+    # type: ignore[method-assign, func-returns-value]
+    wire.post = lambda id_, deadline: (said.append(id_), wire.posted.append((10**6, id_)))
     lease.__exit__(None, None, None)  # said into the air
     wire.post = post  # type: ignore[method-assign]
     assert len(said) == 1 and daemon.status()["held_bytes"] > 0

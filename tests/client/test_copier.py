@@ -1,4 +1,6 @@
-"""Copies shared with a helper: every byte, whoever asks, after a fork, without a helper, and nothing goes on after a failure."""
+"""Copies shared with a helper: every byte, whoever asks, after a fork, without a helper, and nothing goes on after a
+failure.
+"""
 
 from __future__ import annotations
 

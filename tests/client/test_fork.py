@@ -1,4 +1,5 @@
-"""A process that forks while it uses the store: the child starts afresh, the parent goes on, and nobody reads another's memory by chance.
+"""A process that forks while it uses the store: the child starts afresh, the parent goes on, and nobody reads another's
+memory by chance.
 
 The forking happens in processes of the tests' own (`Peer`), which say what they saw.
 """
@@ -20,8 +21,8 @@ lease = client.lease(ns, hashes(range(8))).__enter__()
 view = lease[3]
 
 def sockets():
-    names = [os.readlink("/proc/self/fd/" + name) for name in os.listdir("/proc/self/fd") if os.path.exists("/proc/self/fd/" + name)]
-    return [name for name in names if name.startswith("socket:")]
+    names = [os.readlink("/proc/self/fd/" + name) for name in os.listdir("/proc/self/fd") if
+    os.path.exists("/proc/self/fd/" + name)] return [name for name in names if name.startswith("socket:")]
 
 def child(work):
     read, write = os.pipe()
@@ -105,11 +106,10 @@ def work():
     low, high = client._connection._retired, None
     start = view.ctypes.data
     arena = [line.split()[0] for line in open("/proc/self/maps")]
-    inside = [line for line in open("/proc/self/maps") if int(line.split("-")[0], 16) <= start < int(line.split("-")[1].split()[0], 16)]
-    maps = [mmap.mmap(-1, 64 << 20) for _ in range(20)]
-    addresses = [np.frombuffer(one, np.uint8).ctypes.data for one in maps]
-    clear = all(not (address <= start < address + (64 << 20)) for address in addresses)
-    return [inside[0].split()[1], clear]
+    inside = [line for line in open("/proc/self/maps") if int(line.split("-")[0], 16) <= start <
+    int(line.split("-")[1].split()[0], 16)] maps = [mmap.mmap(-1, 64 << 20) for _ in range(20)] addresses =
+    [np.frombuffer(one, np.uint8).ctypes.data for one in maps] clear = all(not (address <= start < address + (64 << 20))
+    for address in addresses) return [inside[0].split()[1], clear]
 say(child(work))
 lease.__exit__(None, None, None)
 """

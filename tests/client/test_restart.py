@@ -1,4 +1,6 @@
-"""The daemon dies and comes back under a client that stays: nothing piles up on either side, memory never doubles, and what was stored is a miss."""
+"""The daemon dies and comes back under a client that stays: nothing piles up on either side, memory never doubles, and
+what was stored is a miss.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,8 @@ while True:
 """
 
 
-# Starts daemons by fork from a process that has imported everything: a life costs milliseconds of imports less, and all else is the command's own.
+# Starts daemons by fork from a process that has imported everything: a life costs milliseconds of imports less, and all
+# else is the command's own.
 _NURSERY = """
 import os, signal, sys
 import kvtier.server.grpc
@@ -157,8 +160,8 @@ def held(pid: int | str) -> set[int]:
 def test_fifty_deaths_leave_nothing_behind() -> None:
     """kill -9 and start, with a client attached that puts and gets in each life.
 
-    An arena's memory belongs to whoever has a descriptor or a mapping of it: that nobody on the machine has one of an earlier life says of the
-    shared memory of these lives, and of no other process's, that it is free.
+    An arena's memory belongs to whoever has a descriptor or a mapping of it: that nobody on the machine has one of an
+    earlier life says of the shared memory of these lives, and of no other process's, that it is free.
     """
     with Forked(SMALL) as daemon, Peer(_CLIENT, daemon) as client:
         first = client.ask("go")
@@ -219,7 +222,9 @@ def test_memory_never_doubles_while_the_old_arena_is_let_go() -> None:
 
 
 def test_a_client_that_still_reads_attaches_only_after_it_has_let_go() -> None:
-    """Views of the dead daemon's blocks stay readable and unchanged; until they are gone the client serves misses rather than map a second arena."""
+    """Views of the dead daemon's blocks stay readable and unchanged; until they are gone the client serves misses
+    rather than map a second arena.
+    """
     gc.collect()
     others = arenas(os.getpid())[0]  # of earlier tests in this process
     with Daemon(ARENA) as daemon, daemon.client() as client:
@@ -240,7 +245,10 @@ def test_a_client_that_still_reads_attaches_only_after_it_has_let_go() -> None:
 
 
 def test_sigterm_lets_calls_under_way_finish() -> None:
-    """I15: while clients call without a pause, the daemon is told to end. Each call that got in is answered; the end comes in time, with code 0."""
+    """I15: while clients call without a pause, the daemon is told to end.
+
+    Each call that got in is answered; the end comes in time, with code 0.
+    """
     with Daemon(ARENA) as daemon:
         clients = [daemon.client() for _ in range(4)]
         spaces = [client.register(description(512)) for client in clients]

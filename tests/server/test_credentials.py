@@ -428,7 +428,7 @@ def test_a_bad_certificate_of_the_daemon_has_a_name(which: str, words: str) -> N
         ("grpc://x:0", {}, "not host:port"),
         ("grpc://x:70000", {}, "not host:port"),
         ("grpc://u@x:1", {}, "not host:port"),
-        ("unix:/x", {"token": "a"}, "the lane takes no token"),
+        ("unix:/x", {"token": "a"}, "the unix transport takes no token"),
         ("grpc://cache.example:1", {"token": "a"}, "in clear"),
         ("grpc://10.0.0.1:1", {"token": "a"}, "in clear"),
         ("grpc://127.0.0.1:1", {"ca": "x"}, "write grpcs://"),
