@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from kvtier.client.answers import RegisteredNamespace, batches, seconds, split
+from kvtier.client.answers import RegisteredNamespace, Registration, Registrations, batches, seconds, split
 from kvtier.client.api import Answer, Client, Ended
-from kvtier.errors import Deadline, Full, Invalid, Unavailable
+from kvtier.errors import Deadline, Full, Invalid, Stale, Unavailable
 from kvtier.protocol.limits import KEYS_PER_CALL, MAX_RUNS
 from kvtier.protocol.stops import MISS, Ending, Stop
+from kvtier.protocol.v1 import kvtier_pb2 as pb
 from tests.support.daemon import Daemon, KiB, MiB, body, description, hashes
 from tests.support.paths import ROOT
 
@@ -162,3 +163,30 @@ def test_the_client_is_typed_for_users(tmp_path: Path) -> None:
     assert 'Argument 1 to "Client" has incompatible type "int"' in said, said
     assert "kvtier_kernels" not in said or "missing library stubs or py.typed" not in said, said
     assert (ROOT / "kernels" / "kvtier_kernels" / "py.typed").exists()
+
+
+def test_a_namespace_is_registered_once_a_life_of_the_daemon_and_again_when_it_is_forgotten() -> None:
+    asked: list[bytes] = []
+    ns, registrations = RegisteredNamespace(description(1024)), Registrations()
+
+    def ask(raw: bytes) -> bytes:
+        asked.append(pb.RegisterRequest.FromString(raw).description)
+        return pb.RegisterReply(handle=len(asked), boot=7, description=ns.digest).SerializeToString()
+
+    def forgets(known: Registration) -> int:
+        if known.handle < 3:
+            raise Stale("forgotten")
+        return known.handle
+
+    assert registrations.within(ns, ask, lambda known: (known.boot, known.handle)) == (7, 1)
+    assert registrations.within(ns, ask, lambda known: known.handle, boot=7) == 1, "remembered"
+    assert registrations.within(ns, ask, lambda known: (known.boot, known.handle), boot=8) == (8, 2), "another life"
+    assert registrations.within(ns, ask, forgets) == 3, "Stale: once more"
+    assert asked == [ns.canonical] * 3
+    with pytest.raises(Stale):
+        registrations.within(ns, ask, lambda known: forgets(known._replace(handle=0)))
+    with pytest.raises(Unavailable, match="differ in version"):
+        wrong = pb.RegisterReply(handle=1, description=bytes(32)).SerializeToString()
+        Registrations().within(ns, lambda raw: wrong, forgets)
+    with pytest.raises(Unavailable, match="cannot be read"):
+        Registrations().within(ns, lambda raw: b"\xff", forgets)
