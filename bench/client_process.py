@@ -1,4 +1,4 @@
-"""One of many clients of `bench.scaling`: `python -m bench.client_process SOCKET SIZE`. Told to work, it puts, gets or only
+"""One of many clients of `bench.scaling`: `python -m bench.client_process SOCKET SIZE`. Told to, it puts, gets or only
 copies until its time is over."""
 
 from __future__ import annotations

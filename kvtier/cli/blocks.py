@@ -112,8 +112,7 @@ def _counted(
 def _tell(
     common: Common, asked: int, word: str, count: int, reason: str, body_bytes: int | None = None, aside: bool = False
 ) -> None:
-    """Says how many of the blocks asked for were known, got, stored ...; `aside`: on stderr, as stdout has the bodies.
-    """
+    """Says how many of the blocks asked for were known, got, stored ...; `aside`: on stderr, stdout has the bodies."""
     data: dict[str, Any] = {"asked": asked, word: count, "reason": reason}
     moved = ""
     if body_bytes is not None:

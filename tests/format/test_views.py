@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
-
 import numpy as np
 import pytest
 
@@ -133,68 +130,6 @@ def test_a_body_of_another_size_or_form_is_refused() -> None:
     ):
         with pytest.raises(Invalid, match="contiguous run"):
             part_view(wrong, extents, 0, 0)
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize("range_", RANGES, ids=str)
-def test_torch_views_show_the_same_bytes_without_a_copy(range_: Range) -> None:
-    torch = pytest.importorskip("torch")
-    from kvtier.client.torch_views import DTYPES, body_tensor, part_tensor, scale_tensor
-
-    extents = mixed_layout().extents(range_)
-    body = random_body(extents)
-    for whole in (body, body_tensor(body, extents)):
-        for layer, part, spec in every_part(extents):
-            for tensor, view, name in (
-                (part_tensor(whole, extents, layer, part), part_view(body, extents, layer, part), spec.dtype),
-                (scale_tensor(whole, extents, layer, part), scale_view(body, extents, layer, part), spec.scale_dtype),
-            ):
-                assert tensor.dtype == DTYPES[name]
-                assert tuple(tensor.shape) == view.shape
-                assert tensor.contiguous().view(torch.uint8).numpy().tobytes() == view.tobytes()
-                if view.size:
-                    assert tensor.data_ptr() == view.__array_interface__["data"][0]
-
-
-@pytest.mark.torch
-@pytest.mark.filterwarnings("error")
-def test_torch_views_of_a_read_only_body_keep_it_alive_and_do_not_warn() -> None:
-    torch = pytest.importorskip("torch")
-    from kvtier.client.torch_views import part_tensor
-
-    extents = mixed_layout().extents()
-    body = random_body(extents)
-    body.flags.writeable = False
-    expected = part_view(body, extents, 0, 0).tobytes()
-    tensor, alive = part_tensor(body, extents, 0, 0), weakref.ref(body)
-    del body
-    gc.collect()
-    assert alive() is not None, "the tensor must hold what it looks at"
-    assert tensor.contiguous().view(torch.uint8).numpy().tobytes() == expected
-    del tensor
-    gc.collect()
-    assert alive() is None, "and nothing else may"
-
-
-@pytest.mark.torch
-def test_torch_views_refuse_what_they_cannot_show() -> None:
-    torch = pytest.importorskip("torch")
-    from kvtier.client.torch_views import part_tensor, scale_tensor
-
-    extents = mixed_layout().extents()
-    for wrong in (
-        torch.zeros(extents.body_bytes - 1, dtype=torch.uint8),
-        torch.zeros(extents.body_bytes, dtype=torch.int8),
-    ):
-        with pytest.raises(Invalid, match="contiguous run"):
-            part_tensor(wrong, extents, 0, 0)
-    # One 2-byte K scale, then 4-byte V scales at byte 2: numpy reads them, torch cannot.
-    parts = (Part("k", 4, "e4m3fn", "head", "fp16"), Part("v", 4, "e4m3fn", "head"))
-    odd = Layout((Group("attention", 1, 4, (Layer(0, parts),)),)).extents()
-    body = random_body(odd)
-    assert scale_view(body, odd, 0, 1).tobytes() == body[2:6].tobytes()
-    with pytest.raises(Invalid, match="multiple of 4"):
-        scale_tensor(body, odd, 0, 1)
 
 
 def test_the_common_layout() -> None:

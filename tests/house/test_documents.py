@@ -130,3 +130,18 @@ def test_prose_fits_its_columns(path: Path) -> None:
     """A link or a figure that is kept by a program may stand out, as it cannot be broken."""
     for line in prose(path.read_text("utf-8")):
         assert len(line) <= MAX_COLUMNS or "](" in line or "<!--" in line, f"{path.name}: {line}"
+
+
+CORE = ("format", "protocol", "store", "tiers", "server", "client")
+
+
+def test_every_module_of_the_core_has_tests_under_its_name() -> None:
+    missing = []
+    for package in packages():
+        for path in package.glob("*.py"):
+            name = path.relative_to(ROOT / "kvtier") if path.is_relative_to(ROOT / "kvtier") else None
+            if name is None or name.parts[0] not in CORE or path.stem in ("__init__", "__main__"):
+                continue
+            if not (ROOT / "tests" / name.parent / f"test_{path.name}").is_file():
+                missing.append(name.as_posix())
+    assert not missing, f"modules without tests/<same path>/test_<module>.py: {missing}"

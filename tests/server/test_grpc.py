@@ -10,23 +10,18 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
-import numpy as np
 import pytest
 import xxhash
 
-from kvtier.client.api import Client
 from kvtier.format.layout import HEADER_BYTES
 from kvtier.protocol import rpc
 from kvtier.protocol.limits import CHUNK
@@ -37,7 +32,7 @@ from kvtier.server.sessions import WRITE
 from kvtier.server.sessions import Peer as PeerOf
 from kvtier.server.settings import Listen
 from kvtier.server.verbs import Service
-from tests.support.daemon import ROOT, Daemon, KiB, MiB, Peer, body, description, hashes, is_body, put, until
+from tests.support.daemon import ROOT, Daemon, MiB, Peer, body, description, hashes, is_body, put, until
 from tests.support.inside import Inside
 from tests.support.listeners import ListeningDaemon, RawGrpc, ends, method
 
@@ -420,276 +415,16 @@ def test_a_handle_of_another_life_is_stale(listening: ListeningDaemon) -> None:
 # A daemon that comes and goes
 
 
-def test_puts_recover_after_a_kill_with_one_client_all_along() -> None:
-    """KVB-11 a, scaled: puts at 50 a second, kill -9, a while without a daemon, start on the same port.
-
-    Nothing succeeds in between, every call keeps its deadline, attempts to connect stay few, and puts succeed again
-    within 5 s.
-    """
-    with ListeningDaemon() as daemon, daemon.client_by("grpc-tcp") as client:
-        ns = client.register(description(4096))
-        done: list[tuple[float, float, int, str]] = []  # began, took, stored, reason
-        stop = threading.Event()
-
-        def loop() -> None:
-            n = 0
-            while not stop.wait(0.02):
-                n += 1
-                began = time.monotonic()
-                answer = client.put(ns, hashes([n]), [body(n, 4096)], deadline=0.5)
-                done.append((began, time.monotonic() - began, int(answer), answer.reason))
-
-        looping = threading.Thread(target=loop)
-        looping.start()
-        try:
-            until(lambda: len(done) > 20, "puts run")
-            daemon.kill()
-            dead = time.monotonic()
-            attempts = closing_listener(daemon.port, 1.5)
-            starting = time.monotonic()
-            daemon.start()
-            started = time.monotonic()
-            until(lambda: any(began > started and stored for began, _, stored, _ in done), "puts succeed again", 5)
-        finally:
-            stop.set()
-            looping.join(30)
-        assert all(stored == 1 for began, took, stored, _ in done if began + took < dead - 0.1)
-        between = [
-            (took, stored, reason) for began, took, stored, reason in done if dead < began and began + took < starting
-        ]
-        assert len(between) > 10
-        assert all(took < 5 and stored == 0 and reason for took, stored, reason in between)
-        assert 1 <= attempts <= 12  # pauses of 0.1 s that grow to 1 s, with jitter
-
-
-def closing_listener(port: int, seconds: float) -> int:
-    """Listens in the daemon's place and hangs up on everyone: how many came."""
-    came = 0
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", port))
-        listener.listen(64)
-        end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0:
-            listener.settimeout(left)
-            try:
-                sock, _ = listener.accept()
-            except TimeoutError:
-                break
-            came += 1
-            sock.close()
-    return came
-
-
-def test_the_pings_of_our_client_agree_with_the_server() -> None:
-    """KVB-11 b, the settings: what we send is never more often than what the server accepts, whatever the interval."""
-    for ping in (rpc.PING, 1.0):
-        client, server = dict(rpc.client_options(ping)), dict(rpc.server_options(ping))
-        assert client["grpc.keepalive_time_ms"] >= 2 * server["grpc.http2.min_ping_interval_without_data_ms"]
-        assert client["grpc.keepalive_permit_without_calls"] == server["grpc.keepalive_permit_without_calls"] == 1
-        assert client["grpc.http2.max_pings_without_data"] == 0
-        assert client["grpc.max_receive_message_length"] >= server["grpc.max_send_message_length"] > CHUNK
-        assert server["grpc.max_receive_message_length"] >= client["grpc.max_send_message_length"] > CHUNK
-
-
-@pytest.mark.long
-def test_an_idle_connection_is_pinged_and_stays(tmp_path: Path) -> None:
-    """KVB-11 b, live, with pings each second (gRPC's client sends none more often).
-
-    Idle while five are sent, then a get.
-
-    The third ping that comes too soon ends a connection: the control is a server that accepts one only every two
-    seconds.
-    """
-    ping = 1.0
-    with Inside() as inside:
-        service = Service(inside.store, inside.sessions)
-        made = {
-            name: grpc_server.GrpcServer(
-                service, [Listen(tmp_path / name)], unix_peer=PeerOf("local", WRITE), ping=expected
-            )
-            for name, expected in (("agreed", ping), ("strict", 6 * ping))
-        }
-        states: dict[str, list[grpc.ChannelConnectivity]] = {name: [] for name in made}
-        callers = {name: RawGrpc(f"unix:{tmp_path / name}", options=rpc.client_options(ping)) for name in made}
-        try:
-            for name, caller in callers.items():
-                made[name].start()
-                caller.unary(method("Status"))
-                caller.channel.subscribe(states[name].append, try_to_connect=False)
-                caller.unary(method("Status"))
-            time.sleep(5.5 * ping)
-            known = callers["agreed"].register(description(4096).canonical)
-            keys = pb.Keys(handle=known.handle, boot=known.boot, layer_hi=1, head_hi=1, hashes=hashes([1]))
-            assert callers["agreed"].code(method("Get"), keys.SerializeToString(), streaming=True) == (CODE.OK, "")
-            until(lambda: set(states["strict"]) - {grpc.ChannelConnectivity.READY}, "the control is sent away", 10)
-            assert set(states["agreed"]) == {grpc.ChannelConnectivity.READY}
-        finally:
-            for caller in callers.values():
-                caller.channel.close()
-            for one in made.values():
-                one.close()
-
-
 # Forks
-
-
-_FORKED = """
-client = Client(*ARGS[:1])
-ns = client.register(description(4096))
-put(client, ns, [1])
-child = os.fork()
-if child == 0:
-    try:
-        said = []
-        for _ in range(2):
-            began = time.monotonic()
-            answer = client.lookup(ns, hashes([1]), deadline=0.5)
-            said.append([int(answer), answer.reason, time.monotonic() - began])
-        say(said)
-    finally:
-        os._exit(0)
-os.waitpid(child, 0)
-say(client.lookup(ns, hashes([1]), deadline=10))
-"""
-
-
-def test_where_grpc_does_not_survive_a_fork_the_child_hears_misses_in_time(listening: ListeningDaemon) -> None:
-    """Without gRPC's own fork handlers its threads are missing in the child, where a bare call would never end."""
-    environment = {**os.environ, "GRPC_ENABLE_FORK_SUPPORT": "0"}
-    with Peer(_FORKED, listening, f"grpc+unix:{listening.socket}.grpc", env=environment) as peer:
-        (first, why, took), (second, then, quick) = peer.hear()
-        assert (first, second) == (0, 0) and "no answer within" in why and "did not survive the fork" in then
-        assert took < 5 and quick < 0.5
-        assert peer.hear() == 1
-
-
-def test_a_client_of_the_unix_transport_does_without_grpc() -> None:
-    """Importing gRPC takes longer than the rest together, and engines that fork want none of its threads."""
-    program = "import sys, kvtier; kvtier.Client('unix:/nowhere').close(); print('grpc' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout == "False\n"
 
 
 # An arena that cannot be mapped
 
 
-_NO_ROOM = """
-import logging, resource
-logging.basicConfig(level=logging.WARNING)
-client = Client(ADDRESS)
-ns = client.register(description(4096))
-used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), resource.RLIM_INFINITY))  # an arena of 4 GiB does not fit
-put(client, ns, range(4), deadline=10)
-with client.lease(ns, hashes(range(5))) as blocks:
-    seen = [is_body(view, n) for n, view in enumerate(blocks)]
-say([seen, client._remote is not None, client.status()["sessions"]])
-hear()
-resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-client._lane_again = 0.0  # what a minute would do
-got = client.get(ns, hashes(range(4)))
-say([[is_body(one, n) for n, one in enumerate(got)], client._remote is not None])
-client.close()
-"""
-
-
-def test_an_arena_that_cannot_be_mapped_gives_way_to_grpc_and_is_tried_again() -> None:
-    with Daemon(f"{4 * 1024}MiB") as daemon, Peer(_NO_ROOM, daemon) as peer:
-        seen, remote, _ = peer.hear()
-        assert seen == [True] * 4 and remote
-        seen, remote = peer.ask("room again")
-        assert seen == [True] * 4 and not remote
-    # the sparse arena of the daemon goes with it
+# the sparse arena of the daemon goes with it
 
 
 # Bytes that change on their way
-
-
-class Tampering:
-    """A TCP relay that flips one bit in the first run of 64 equal bytes that comes from the daemon while `armed`.
-
-    A context manager.
-    """
-
-    def __init__(self, port: int) -> None:
-        self.armed = threading.Event()
-        self.flipped = 0
-        self._port = port
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        self._sockets: list[socket.socket] = []
-        self._threads = [threading.Thread(target=self._accept)]
-
-    def __enter__(self) -> Tampering:
-        self._threads[0].start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        for sock in self._sockets:
-            try:
-                sock.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass  # closed already
-        for thread in self._threads:
-            thread.join(10)
-        for sock in self._sockets:
-            sock.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                client, _ = self._listener.accept()
-            except OSError:
-                return
-            server = socket.create_connection(("127.0.0.1", self._port))
-            self._sockets += [client, server]
-            for pair in ((client, server, False), (server, client, True)):
-                thread = threading.Thread(target=self._relay, args=pair)
-                self._threads.append(thread)
-                thread.start()
-
-    def _relay(self, source: socket.socket, target: socket.socket, back: bool) -> None:
-        try:
-            while data := bytearray(source.recv(65536)):
-                if back and self.armed.is_set() and (at := data.find(b"\xa5" * 64)) >= 0:
-                    data[at + 32] ^= 4
-                    self.flipped += 1
-                    self.armed.clear()
-                target.sendall(data)
-        except OSError:
-            pass  # the other side is gone
-        try:
-            target.shutdown(socket.SHUT_WR)
-        except OSError:
-            pass
-
-
-def test_a_block_that_changes_on_its_way_is_a_miss_and_is_counted(listening: ListeningDaemon) -> None:
-    """TCP's own checksum does not see a broken relay; ours does.
-
-    What came before the broken block is kept, the rest is asked for again.
-    """
-    nbytes = 64 * KiB
-    with (
-        Tampering(listening.port) as relay,
-        Client(f"grpc://127.0.0.1:{relay.port}", token=listening.tokens["acme-write"]) as client,
-    ):
-        ns = client.register(description(nbytes, model="org/tampered"))
-        marked = [body(0, nbytes), body(1, nbytes), np.full(nbytes, 0xA5, np.uint8), body(3, nbytes)]
-        assert client.put(ns, hashes(range(4)), marked, deadline=30) == 4
-        relay.armed.set()
-        got = client.get(ns, hashes(range(4)), deadline=30)
-        assert relay.flipped == 1
-        assert [is_body(one, n) for n, one in enumerate(got)] == [True, True] and "checksum" in got.reason
-        assert client.lost_blocks == 1
-        again = client.get(ns, hashes(range(4)), deadline=30)
-        assert all(np.array_equal(one, want) for one, want in zip(again, marked, strict=True))
-        assert client.lost_blocks == 1
 
 
 # Other languages: stubs that know nothing of our framing

@@ -22,7 +22,7 @@ SECTOR = 512
 
 
 class Failing(Disk):
-    """Calls by these names raise. `fail("write", errno.EIO, times=1)`; `times` None: until `heal`. `calls` counts all."""
+    """Calls by these names raise. `fail("write", errno.EIO, times=1)`; `times` None: until `heal`; `calls` counts."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()

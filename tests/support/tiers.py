@@ -71,7 +71,7 @@ class Yard:
         return tier.write([self.outgoing(n) for n in numbers])
 
     def get(self, tier: Tier, n: int) -> bytes | None:
-        """Block n, checked against what it must be; None for any kind of absence. Fails for anything but the right bytes."""
+        """Block n, checked against what it must be; None for any absence. Fails for anything but the right bytes."""
         slot = memory(self.slot_bytes)
         try:
             checksum = tier.read(self.key(n), slot, self.nbytes)

@@ -4,7 +4,7 @@ vLLM finds `register` as a plug-in (entry point group `vllm.general_plugins`) in
 names the backend:
 
     a GPU    --attention-backend CUSTOM chooses it
-    a CPU    vLLM takes its own backend whatever it is told, and kvtier has no other; KVTIER_ATTENTION in the environment
+    a CPU    vLLM takes its own backend whatever it is told, and kvtier has none; KVTIER_ATTENTION in the environment
              names a class (its dotted path) to put in that one's place, as tests do
 
 The connector (`kvtier.connectors.vllm`, mode "dual") sees by itself whether it is in use. Without the connector the
