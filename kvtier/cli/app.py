@@ -80,7 +80,7 @@ class Common:
     def client(self) -> Client:
         """The client these options mean; nothing is connected yet."""
         secret = (
-            read_file(self.token_file, MAX_TOKEN_BYTES).decode("ascii", "replace").strip()
+            read_file(self.token_file, MAX_TOKEN_BYTES, pipes=True).decode("ascii", "replace").strip()
             if self.token_file is not None
             else None
         )

@@ -76,7 +76,7 @@ def hashes_of(
     lines = list(given)
     if hashes is not None:
         try:
-            text = read_file(hashes, MAX_LIST_BYTES).decode("ascii")
+            text = read_file(hashes, MAX_LIST_BYTES, pipes=True).decode("ascii")
         except UnicodeDecodeError:
             raise Invalid(f"{hashes} is not a list of hex digits, one hash a line") from None
         lines = [line for raw in text.splitlines() if (line := raw.partition("#")[0].strip())]
@@ -93,7 +93,7 @@ def read_tokens(path: Path) -> list[int]:
     """Token ids from a file: numbers between spaces, commas or line ends, with or without the brackets of a JSON
     list."""
     try:
-        text = read_file(path, MAX_LIST_BYTES).decode("ascii").strip()
+        text = read_file(path, MAX_LIST_BYTES, pipes=True).decode("ascii").strip()
     except UnicodeDecodeError:
         raise Invalid(f"{path} is not a list of token ids") from None
     words = text.removeprefix("[").removesuffix("]").replace(",", " ").split()
@@ -150,7 +150,7 @@ def context_of(context: str, adapter: str, salt_file: Path | None) -> bytes:
     salt = None
     if salt_file is not None:
         try:
-            salt = read_file(salt_file, MAX_SALT_BYTES).decode()
+            salt = read_file(salt_file, MAX_SALT_BYTES, pipes=True).decode()
         except UnicodeDecodeError:
             raise Invalid(f"{salt_file} is not UTF-8 text") from None
         salt = salt.removesuffix("\n")

@@ -1,5 +1,5 @@
-"""Reading files that people name: regular files only, at most so many bytes, and every error an Invalid that names the
-file. Blocks on disk, never on a FIFO or a device. Nothing is kept between calls, hence thread-safe."""
+"""Reading files that people name: at most so many bytes, and every error an Invalid that names the file. Blocks on
+disk, and on a FIFO only where a caller lets it. Nothing is kept between calls, hence thread-safe."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from kvtier.format.identity import MAX_DESCRIPTION_BYTES, Description
 
 
 @contextmanager
-def open_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+def open_file(path: str | os.PathLike[str], pipes: bool = False) -> Iterator[BinaryIO]:
     """A regular file, open for reading. Raises Invalid naming the path if it is missing, unreadable or of another kind;
-    never waits for the other end of a FIFO."""
+    never waits for the other end of a FIFO, unless `pipes` lets it: `<(...)` and /dev/stdin, named by who waits."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (0 if pipes else os.O_NONBLOCK))
     except (OSError, ValueError) as error:
         raise Invalid(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        kind = os.fstat(descriptor).st_mode
+        if not (stat.S_ISREG(kind) or (pipes and not stat.S_ISDIR(kind))):
             raise Invalid(f"{path}: not a regular file")
         with open(descriptor, "rb", closefd=False) as file:
             yield file
@@ -33,9 +34,9 @@ def open_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         os.close(descriptor)
 
 
-def read_file(path: str | os.PathLike[str], most: int) -> bytes:
-    """The bytes of a regular file. Raises Invalid naming the file if it cannot be read or has more than `most`."""
-    with open_file(path) as file:
+def read_file(path: str | os.PathLike[str], most: int, pipes: bool = False) -> bytes:
+    """The bytes of a file. Raises Invalid naming the file if it cannot be read or has more than `most`. `pipes` as above."""
+    with open_file(path, pipes) as file:
         raw = file.read(most + 1)
     if len(raw) > most:
         raise Invalid(f"{path}: more than {most} bytes")
@@ -53,7 +54,7 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 def read_description(path: str | os.PathLike[str]) -> Description:
     """A namespace's description from a file, as operators write it: the JSON need not be in canonical form."""
-    raw = read_file(path, 4 * MAX_DESCRIPTION_BYTES)
+    raw = read_file(path, 4 * MAX_DESCRIPTION_BYTES, pipes=True)
     try:
         data = json.loads(raw)
     except (ValueError, RecursionError) as error:

@@ -21,8 +21,9 @@ lease = client.lease(ns, hashes(range(8))).__enter__()
 view = lease[3]
 
 def sockets():
-    names = [os.readlink("/proc/self/fd/" + name) for name in os.listdir("/proc/self/fd") if
-    os.path.exists("/proc/self/fd/" + name)] return [name for name in names if name.startswith("socket:")]
+    names = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+    links = [os.readlink(name) for name in names if os.path.exists(name)]
+    return [link for link in links if link.startswith("socket:")]
 
 def child(work):
     read, write = os.pipe()
@@ -105,11 +106,12 @@ def work():
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     low, high = client._connection._retired, None
     start = view.ctypes.data
-    arena = [line.split()[0] for line in open("/proc/self/maps")]
-    inside = [line for line in open("/proc/self/maps") if int(line.split("-")[0], 16) <= start <
-    int(line.split("-")[1].split()[0], 16)] maps = [mmap.mmap(-1, 64 << 20) for _ in range(20)] addresses =
-    [np.frombuffer(one, np.uint8).ctypes.data for one in maps] clear = all(not (address <= start < address + (64 << 20))
-    for address in addresses) return [inside[0].split()[1], clear]
+    ends = [(line, line.split()[0].split("-")) for line in open("/proc/self/maps")]
+    inside = [line for line, (low, high) in ends if int(low, 16) <= start < int(high, 16)]
+    maps = [mmap.mmap(-1, 64 << 20) for _ in range(20)]
+    addresses = [np.frombuffer(one, np.uint8).ctypes.data for one in maps]
+    clear = all(not (address <= start < address + (64 << 20)) for address in addresses)
+    return [inside[0].split()[1], clear]
 say(child(work))
 lease.__exit__(None, None, None)
 """

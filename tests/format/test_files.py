@@ -73,3 +73,18 @@ def test_what_is_no_description_is_refused_by_name(tmp_path: Path, text: str, wo
     path.write_text(text)
     with pytest.raises(Invalid, match=rf"model\.json:? .*{words.removeprefix('is ')}"):
         read_description(path)
+
+
+def test_a_pipe_is_read_where_a_caller_lets_it(tmp_path: Path) -> None:
+    """`kvtier lookup --tokens <(...)`: whoever gave the pipe waits for its other end."""
+    reading, writing = os.pipe()
+    os.write(writing, b"1 2 3")
+    os.close(writing)
+    try:
+        assert read_file(f"/dev/fd/{reading}", 100, pipes=True) == b"1 2 3"
+        with pytest.raises(Invalid, match="not a regular file"):
+            read_file(f"/dev/fd/{reading}", 100)
+    finally:
+        os.close(reading)
+    with pytest.raises(Invalid):
+        read_file(tmp_path, 100, pipes=True)
