@@ -35,7 +35,7 @@ def open_file(path: str | os.PathLike[str], pipes: bool = False) -> Iterator[Bin
 
 
 def read_file(path: str | os.PathLike[str], most: int, pipes: bool = False) -> bytes:
-    """The bytes of a file. Raises Invalid naming the file if it cannot be read or has more than `most`. `pipes` as above."""
+    """The bytes of a file. Raises Invalid naming it if it cannot be read or has more than `most`. `pipes` as above."""
     with open_file(path, pipes) as file:
         raw = file.read(most + 1)
     if len(raw) > most:
