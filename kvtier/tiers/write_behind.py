@@ -84,6 +84,7 @@ class WriteBehind:
         self._queue: OrderedDict[bytes, Namespace] = OrderedDict()
         self._busy: set[bytes] = set()
         self._asked: set[bytes] = set()  # in the queue or busy, by `flush`
+        self._batches = 0  # that were tried
         self._stop = False
         self._drain_until = 0.0
         self.settled_blocks = self.settled_bytes = self.dropped_blocks = self.refused_blocks = self.spoiled_blocks = 0
@@ -104,12 +105,13 @@ class WriteBehind:
         """Waits for the tier to have these, at most until `until` (time.monotonic): how many leading ones it has."""
         pause, longest = _AGAIN
         while True:
+            batches = self._batches  # before the tier is asked: what was written meanwhile is not asked for again
             here = self._tier.find(keys)
             missing = [key for key, found in zip(keys, here, strict=True) if not found]
             known = [key for key, warm in zip(missing, self._store.lookup_each(missing), strict=True) if warm]
             if not known or time.monotonic() >= until or self._stop or not self.alive():
                 return here.index(False) if missing else len(here)
-            self._ask_for(known, namespace, until)
+            self._ask_for(known, namespace, until, batches)
             if not self._tier.find(known[:1])[0]:  # refused: not again at once
                 with self._wake:
                     self._wake.wait_for(lambda: self._stop, max(0.0, min(pause, until - time.monotonic())))
@@ -140,9 +142,11 @@ class WriteBehind:
             self._wake.notify_all()
         self._thread.join(drain + 1)
 
-    def _ask_for(self, keys: Sequence[bytes], namespace: Namespace, until: float) -> None:
-        """Puts these first and waits until each was tried."""
+    def _ask_for(self, keys: Sequence[bytes], namespace: Namespace, until: float, batches: int) -> None:
+        """Puts these first and waits until each was tried. Returns at once if more than so many batches were tried."""
         with self._wake:
+            if self._batches != batches:
+                return
             self._put_first(keys, namespace)
             self._wake.wait_for(lambda: not self._waiting(keys), until - time.monotonic())
 
@@ -200,6 +204,7 @@ class WriteBehind:
                 self.dropped_blocks += len(batch)
             with self._wake:
                 self._busy.clear()
+                self._batches += 1
                 rest = {key for key, _ in left}
                 self._asked.difference_update(key for key, _ in batch if key not in rest)
                 for key, namespace in reversed(left):
