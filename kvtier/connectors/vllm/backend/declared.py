@@ -22,18 +22,13 @@ class DualDeclared:
 
     @staticmethod
     def get_name() -> str:
-        """A member of vLLM's enumeration."""
-        return "CUSTOM"
+        return "CUSTOM"  # a member of vLLM's enumeration
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
-        """Yes."""
         return True
 
-    @classmethod
-    def supports_sink(cls) -> bool:
-        """Yes."""
-        return True
+    supports_sink = supports_sliding_window
 
 
 def refuse(alibi: Any, kv_cache_dtype: str, attn_type: str, shared: str | None, other: dict[str, Any]) -> None:
