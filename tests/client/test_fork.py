@@ -21,8 +21,9 @@ lease = client.lease(ns, hashes(range(8))).__enter__()
 view = lease[3]
 
 def sockets():
-    names = [os.readlink("/proc/self/fd/" + name) for name in os.listdir("/proc/self/fd") if
-    os.path.exists("/proc/self/fd/" + name)] return [name for name in names if name.startswith("socket:")]
+    files = ["/proc/self/fd/" + name for name in os.listdir("/proc/self/fd")]
+    names = [os.readlink(file) for file in files if os.path.exists(file)]
+    return [name for name in names if name.startswith("socket:")]
 
 def child(work):
     read, write = os.pipe()
