@@ -98,7 +98,6 @@ class NamespaceInfo:
     """A namespace as the daemon lists it.
 
     Digests have 32 bytes, `description` is the same for every tenant; `nbytes` are of sealed blocks.
-
     `ttl`: seconds after which a block that is neither put nor used is forgotten; 0: never.
     """
 
@@ -324,10 +323,7 @@ def context_field(context: bytes) -> bytes:
 
 
 def seconds(deadline: float) -> float:
-    """A deadline that a caller gave, in seconds.
-
-    Raises Invalid for what is none. 0 is one that is over already (`in_time`).
-    """
+    """A deadline that a caller gave, in seconds; 0 is over already (`in_time`). Raises Invalid for what is none."""
     number = isinstance(deadline, int | float) and not isinstance(deadline, bool)
     if not number or not math.isfinite(deadline) or deadline < 0:
         raise Invalid(f"a deadline is a number of seconds from 0 up, not {deadline!r:.80}")

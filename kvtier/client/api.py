@@ -50,9 +50,7 @@ log = logging.getLogger(__name__)
 
 
 class Client:
-    """One session with the daemon at `address`.
-
-    Connects on first use and again after a loss; an absent daemon raises nothing.
+    """One session with the daemon at `address`: made on first use, again after a loss. An absent daemon raises nothing.
 
     address   "unix:/path/to/kvtier.sock" or a path   the unix transport, for processes on the daemon's host
               "grpc+unix:/path"                       gRPC on a Unix socket
@@ -131,11 +129,8 @@ class Client:
         """`lookup` for several runs of hashes, each in its own range: leading known blocks per run."""
         known = [0] * len(runs)
         ending = MISS
-        parts = [
-            (i, part, answers.count(ns, part))
-            for i, (_, hashes) in enumerate(runs)
-            for part in answers.split(ns, hashes)
-        ]
+        split = [(i, answers.split(ns, hashes)) for i, (_, hashes) in enumerate(runs)]
+        parts = [(i, part, answers.count(ns, part)) for i, parts_of_run in split for part in parts_of_run]
         ended: set[int] = set()
         try:
             answers.in_time(answers.seconds(deadline))
@@ -215,9 +210,7 @@ class Client:
         deadline: float | None = None,
     ) -> Fill:
         """A context manager over reserved slots: writable body views, None where the block is present or nothing could
-        be reserved.
-
-        Over gRPC these are private buffers, put on a clean exit. Deadlines as for `lease`.
+        be reserved. Over gRPC these are private buffers, put on a clean exit. Deadlines as for `lease`.
         """
         transport = self._transport(CONTROL_DEADLINE if deadline is None else answers.seconds(deadline))
         return transport.fill(Asked.of(ns, hashes, range_, context), deadline)
@@ -232,10 +225,7 @@ class Client:
         context: bytes = NO_CONTEXT,
         deadline: float = TRANSFER_DEADLINE,
     ) -> Answer:
-        """Copies these bodies (uint8 buffers of `extents.body_bytes`) in.
-
-        Returns how many are known now, counted from the front.
-        """
+        """Copies these bodies (uint8, `extents.body_bytes` each) in. Returns how many are known now, from the front."""
         asked = Asked.of(ns, hashes, range_, context)
         if len(asked) != len(bodies):
             raise Invalid(f"{len(asked)} hashes for {len(bodies)} bodies")
@@ -268,9 +258,7 @@ class Client:
         context: bytes = NO_CONTEXT,
         deadline: float = CONTROL_DEADLINE,
     ) -> Answer:
-        """Starts bringing cold blocks into memory and returns at once: how many are on their way (0 where there is no
-        lower tier).
-        """
+        """Starts bringing cold blocks up and returns at once: how many are on their way (0: there is no lower tier)."""
         return self._count(Verb.PREFETCH, Asked.of(ns, hashes, range_, context), deadline)
 
     def flush(
@@ -282,19 +270,13 @@ class Client:
         context: bytes = NO_CONTEXT,
         deadline: float = TRANSFER_DEADLINE,
     ) -> Answer:
-        """Waits until these blocks are settled in a lower tier.
-
-        Returns how many leading ones are (0 where there is no lower tier).
-        """
+        """Waits until these blocks are settled in a lower tier. Returns how many leading ones are (0: no such tier)."""
         return self._count(Verb.FLUSH, Asked.of(ns, hashes, range_, context), deadline)
 
     # -- operators: these raise everything
 
     def explain(self, description: Description, *, deadline: float = TRANSFER_DEADLINE) -> list[str]:
-        """How the nearest namespace of this model that the daemon knows differs: a line per field.
-
-        Empty: known, or no such model.
-        """
+        """How the nearest namespace of this model differs, a line per field. Empty: known, or no such model."""
         request = pb.ExplainRequest(description=description.canonical)
         return list(self._ask(pb.ExplainReply, None, Verb.EXPLAIN, request, deadline).line)
 
@@ -310,9 +292,7 @@ class Client:
         return [NamespaceInfo.of(one) for one in reply.namespace]
 
     def show(self, name: str, *, deadline: float = TRANSFER_DEADLINE) -> tuple[NamespaceInfo, dict[str, Any]]:
-        """A namespace by the beginning of its digest (hex): what `list_namespaces` says, and its description as plain
-        data.
-        """
+        """A namespace by the beginning of its digest (hex): as `list_namespaces` has it, and its description data."""
         reply = self._ask(pb.ShowReply, None, Verb.SHOW, pb.ShowRequest(name=name), deadline)
         return NamespaceInfo.of(reply.info), json.loads(reply.description)
 
@@ -344,10 +324,7 @@ class Client:
         context: bytes = NO_CONTEXT,
         deadline: float = TRANSFER_DEADLINE,
     ) -> Answer:
-        """Keeps the leading known blocks from eviction until `unpin`, at most a tenth of the arena.
-
-        Needs role admin.
-        """
+        """Keeps the leading known blocks from eviction, a tenth of the arena at most. Needs role admin."""
         return self._count(Verb.PIN, Asked.of(ns, hashes, range_, context), deadline)
 
     def unpin(
@@ -365,10 +342,7 @@ class Client:
     # -- inside
 
     def _transport(self, deadline: float) -> answers.Transport:
-        """The unix transport, or gRPC: by address, and where the daemon's memory cannot be mapped.
-
-        Connects where that is not done; never raises.
-        """
+        """The unix transport, or gRPC: by address, and where memory cannot be mapped. Connects; never raises."""
         unix, grpc = self._unix, self._grpc
         if grpc is not None and (unix is None or time.monotonic() < self._unix_again):
             return grpc

@@ -33,7 +33,7 @@ PIECE_BYTES, PIECES = 8 << 20, 2
 
 
 class Batch:
-    """`done` of the blocks asked, from the front, are copied: a call that failed may be made again and goes on there."""
+    """`done` of the blocks, from the front, are copied: a call that failed may be made again and goes on there."""
 
     def __init__(self, asked: Asked, deadline: float) -> None:
         self._asked, self._extents, self._total = asked, asked.extents, len(asked)

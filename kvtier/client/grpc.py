@@ -241,10 +241,7 @@ class CopiedFill(Fill):
 
 
 def _receive(messages: Iterator[bytes], nbytes: int, most: int) -> tuple[list[Block], pb.GetTrailer]:
-    """Blocks of `nbytes` and the trailer, out of the stream of a get.
-
-    Raises Unavailable for a stream that is not one.
-    """
+    """Blocks of `nbytes` and the trailer, out of the stream of a get. Raises Unavailable for one that is malformed."""
     blocks: list[Block] = []
     have, greeted = nbytes, False  # bytes of the last block
     try:

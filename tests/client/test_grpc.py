@@ -1,4 +1,4 @@
-"""Blocks over gRPC as a client sees them: a daemon that dies, an arena that is not mapped, bytes that change on the way."""
+"""Blocks over gRPC as a client sees them: a daemon that dies, no arena mapped, bytes that change on the way."""
 
 from __future__ import annotations
 
