@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -36,6 +37,12 @@ from tests.support.daemon import (
 
 ARENA = 192 * MiB
 NBYTES = 1024
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Daemon]:
+    with Daemon(ARENA) as daemon:
+        yield daemon
 
 
 def slot_bytes(nbytes: int) -> int:

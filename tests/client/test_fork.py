@@ -107,10 +107,12 @@ def work():
     low, high = client._connection._retired, None
     start = view.ctypes.data
     arena = [line.split()[0] for line in open("/proc/self/maps")]
-    inside = [line for line in open("/proc/self/maps") if int(line.split("-")[0], 16) <= start <
-    int(line.split("-")[1].split()[0], 16)] maps = [mmap.mmap(-1, 64 << 20) for _ in range(20)] addresses =
-    [np.frombuffer(one, np.uint8).ctypes.data for one in maps] clear = all(not (address <= start < address + (64 << 20))
-    for address in addresses) return [inside[0].split()[1], clear]
+    bounds = lambda line: [int(end, 16) for end in line.split()[0].split("-")]
+    inside = [line for line in open("/proc/self/maps") if bounds(line)[0] <= start < bounds(line)[1]]
+    maps = [mmap.mmap(-1, 64 << 20) for _ in range(20)]
+    addresses = [np.frombuffer(one, np.uint8).ctypes.data for one in maps]
+    clear = all(not (address <= start < address + (64 << 20)) for address in addresses)
+    return [inside[0].split()[1], clear]
 say(child(work))
 lease.__exit__(None, None, None)
 """

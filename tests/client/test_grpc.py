@@ -107,12 +107,12 @@ resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), resource.RLIM_INFINITY
 put(client, ns, range(4), deadline=10)
 with client.lease(ns, hashes(range(5))) as blocks:
     seen = [is_body(view, n) for n, view in enumerate(blocks)]
-say([seen, client._remote is not None, client.status()["sessions"]])
+say([seen, client._grpc is not None, client.status()["sessions"]])
 hear()
 resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-client._lane_again = 0.0  # what a minute would do
+client._unix_again = 0.0  # what a minute would do
 got = client.get(ns, hashes(range(4)))
-say([[is_body(one, n) for n, one in enumerate(got)], client._remote is not None])
+say([[is_body(one, n) for n, one in enumerate(got)], client._grpc is not None])
 client.close()
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,12 @@ from tests.support.daemon import (
 
 ARENA = 192 * MiB
 NBYTES = 1024
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Daemon]:
+    with Daemon(ARENA) as daemon:
+        yield daemon
 
 
 def slot_bytes(nbytes: int) -> int:
