@@ -67,8 +67,7 @@ class Common:
         Option("--token-file", envvar="KVTIER_TOKEN_FILE", help="File with the token alone, for grpc:// and grpcs://."),
     ] = None
     ca: Annotated[
-        Path | None,
-        Option("--ca", envvar="KVTIER_CA", help="PEM of the authorities behind the daemon's certificate."),
+        Path | None, Option("--ca", envvar="KVTIER_CA", help="PEM of the authorities behind the daemon's certificate.")
     ] = None
     cert: Annotated[
         Path | None, Option("--cert", envvar="KVTIER_CERT", help="PEM of this client's own certificate.")
@@ -94,8 +93,7 @@ class Common:
 
     @contextmanager
     def connected(self) -> Any:
-        """A client of a daemon that has answered once: afterwards what is missing is a miss, not a daemon that is not
-        there. Raises KvtierError."""
+        """A client of a daemon that answered once: from then on what is missing is a miss. Raises KvtierError."""
         with self.client() as client:
             client.status(deadline=self.deadline)
             yield client

@@ -1,5 +1,4 @@
-"""Commands about artifacts: import-scales, and artifact show | diff | verify. They read directories; only `verify` may
-ask a daemon."""
+"""Commands about artifacts: import-scales, and artifact show | diff | verify. Only `verify` may ask a daemon."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""`kvtier bench [NAME] [ARGUMENT ...]`: the benchmarks of the checkout that this package is part of; elsewhere it says
-how to get them."""
+"""`kvtier bench [NAME] [ARGUMENT ...]`: the benchmarks of a checkout; elsewhere it says how to get them."""
 
 from __future__ import annotations
 

@@ -52,8 +52,7 @@ _LIBRARIES = ("numpy", "protobuf", "grpcio", "xxhash", "prometheus-client", "saf
 
 @dataclass(frozen=True, slots=True)
 class HostFinding:
-    """One thing looked at. `state` is good, note (worth knowing) or bad (will hurt or fail); `advice` says what to do
-    or expect."""
+    """One thing looked at. `state`: good, note (worth knowing) or bad (will hurt or fail); `advice`: what to do."""
 
     subject: str
     found: str
@@ -65,8 +64,7 @@ class HostFinding:
 def doctor(
     common: Common,
     disk: Annotated[
-        Path | None,
-        Option("--disk", help="Directory to write and read 64 MiB in. [default: the temporary directory]"),
+        Path | None, Option("--disk", help="Directory to write and read 64 MiB in. [default: the temporary directory]")
     ] = None,
 ) -> Exit:
     """Look at this host and say what to expect and what to change. Exit code 1 if something is bad."""

@@ -36,8 +36,7 @@ Revision = Annotated[str, Option("--revision", help="The model's revision. [defa
 
 
 def description_of(name: str, client: Client, deadline: float) -> Description:
-    """The description a NAMESPACE argument means: a JSON file, or the beginning of the digest of one the daemon
-    knows."""
+    """The description a NAMESPACE argument means: a JSON file, or the beginning of a digest the daemon knows."""
     if is_file(name):
         return read_description(Path(name))
     return Description.from_json(client.show(name, deadline=deadline)[1])
@@ -90,8 +89,7 @@ def hashes_of(
 
 
 def read_tokens(path: Path) -> list[int]:
-    """Token ids from a file: numbers between spaces, commas or line ends, with or without the brackets of a JSON
-    list."""
+    """Token ids from a file: numbers between spaces, commas or line ends, with or without a JSON list's brackets."""
     try:
         text = read_file(path, MAX_LIST_BYTES).decode("ascii").strip()
     except UnicodeDecodeError:
@@ -104,8 +102,7 @@ def read_tokens(path: Path) -> list[int]:
 
 
 def token_hashes(description: Description, group: int, tokens: Sequence[int]) -> list[bytes]:
-    """Hashes of the whole blocks of a prompt, by `identity.chain_hashes`; a block of several engine blocks has its last
-    one's hash."""
+    """Hashes of a prompt's whole blocks, by `identity.chain_hashes`; one of several engine blocks has its last hash."""
     scheme = description.hashing
     if scheme.algorithm != CHAIN or scheme.lookahead or scheme.nbytes != 32:
         raise Invalid(
@@ -137,8 +134,7 @@ def span(text: str, what: str) -> tuple[int, int | None]:
 
 
 def context_of(context: str, adapter: str, salt_file: Path | None) -> bytes:
-    """A request context: 64 hex digits, or made of an adapter's digest and a salt. The salt comes by a file, so that no
-    process list shows it."""
+    """A request context: 64 hex digits, or of an adapter's digest and a salt in a file (no process list shows it)."""
     if context:
         if adapter or salt_file is not None:
             raise Invalid("--context is the whole context: leave --adapter and --salt-file out")

@@ -112,8 +112,7 @@ def _quiet() -> bool:
 
 @contextmanager
 def progress(what: str, total: int, unit: str = "") -> Iterator[Callable[[int], None]]:
-    """A bar on stderr, where that is a terminal, of bytes or of what `unit` says. Yields the function that moves it
-    on."""
+    """A bar on stderr, where that is a terminal, of bytes or of what `unit` says. Yields the function that moves it."""
     counted = (
         (TextColumn("{task.completed:,.0f}/{task.total:,.0f} " + unit),)
         if unit

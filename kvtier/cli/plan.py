@@ -105,8 +105,7 @@ def plan_command(
     form: StoredForm,
     figures: Figures,
     context: Annotated[
-        str,
-        Option("--context", help="Context lengths, e.g. 2048,8192. [default: the longest and a quarter of it]"),
+        str, Option("--context", help="Context lengths, e.g. 2048,8192. [default: the longest and a quarter of it]")
     ] = "",
     scales: Annotated[
         Path | None, Option("--artifact", help="An artifact: its format, exclusions and calibrated length.")

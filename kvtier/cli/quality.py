@@ -1,5 +1,4 @@
-"""`kvtier calibrate` and `kvtier evaluate`: scales from data, and what quantized KV costs. Need torch and transformers
-(the extra `torch`)."""
+"""`kvtier calibrate` and `kvtier evaluate`: scales from data, and what quantized KV costs. Need the extra `torch`."""
 
 from __future__ import annotations
 

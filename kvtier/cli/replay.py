@@ -1,5 +1,4 @@
-"""`kvtier replay TRACE`: what an arena would hit on a trace of requests, in BF16 with LRU and in FP8 with kvtier's
-order; needs no daemon."""
+"""`kvtier replay TRACE`: what an arena would hit on a trace, in BF16 with LRU and in FP8 with kvtier's order."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ def replay(
         ),
     ],
     nbytes: Annotated[
-        str,
-        Option("--bytes", help="An arena of this size, such as 600GiB: BF16 with LRU beside FP8 with every order."),
+        str, Option("--bytes", help="An arena of this size, such as 600GiB: BF16 with LRU beside FP8 with every order.")
     ] = "",
     shape: Annotated[str, Option("--layout", help="Layers, KV heads and width of a head of the model.")] = "32,8,128",
     tokens: Annotated[int, Option("--tokens", min=16, help="Tokens of one of the trace's blocks.")] = 512,

@@ -21,8 +21,7 @@ def token(
     tenant: Annotated[str, Argument(help="Whose blocks it reaches.")],
     role: Annotated[str, Argument(help="read, write or admin.")],
     file: Annotated[
-        Path | None,
-        Option("--file", help="Token file to add the line to; made with mode 600 if it is not there."),
+        Path | None, Option("--file", help="Token file to add the line to; made with mode 600 if it is not there.")
     ] = None,
 ) -> Exit:
     """Make a token (256 random bits). Without --file the line for the token file is printed after it."""

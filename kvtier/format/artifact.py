@@ -62,8 +62,7 @@ Scales = Mapping[tuple[int, str], NDArray[np.float32]]
 
 @dataclass(frozen=True, slots=True)
 class PartFormat:
-    """Number format and scale granularity of one part ("k", "v", ...) in the layers that are quantized; the words are
-    those of `layout.Part`."""
+    """Number format and scale granularity of one part ("k", "v", ...) in quantized layers, in `layout.Part`'s words."""
 
     dtype: str
     granularity: str
@@ -250,8 +249,7 @@ class Artifact:
 
 
 def load(directory: str | os.PathLike[str]) -> Artifact:
-    """The artifact in `directory`. Raises Invalid, naming the file, for anything that `save` would not have written.
-    Blocks on disk."""
+    """The artifact in `directory`. Raises Invalid, naming the file, for what `save` would not have written. Blocks."""
     manifest, weights = Path(directory) / MANIFEST, Path(directory) / SCALES
     raw = read_file(manifest, MAX_MANIFEST_BYTES)
     with naming(manifest):
@@ -297,8 +295,7 @@ def rank_scales(artifact: Artifact, ranks: int, rank: int) -> dict[tuple[int, st
 
 
 def diff(stored: Artifact, live: Artifact, most: int = 50) -> list[Difference]:
-    """The fields in which two artifacts differ, the first `most`; scales as numbers. Empty if and only if the digests
-    are equal."""
+    """The fields in which two artifacts differ, the first `most`; scales as numbers. None if and only if equal."""
     left, right = ({**artifact.to_json(), "scales": pack_scales(artifact.scales)} for artifact in (stored, live))
     return differences(left, right, most)
 
@@ -310,9 +307,7 @@ def _parse_manifest(raw: bytes) -> tuple[dict[str, Any], str]:
     except (ValueError, RecursionError) as error:
         raise Invalid(f"not JSON: {error}") from None
     version, model, revision, encoding, excluded, backend, calibration, position, report, scales_digest = fields(
-        data,
-        "manifest",
-        *_MANIFEST_FIELDS,
+        data, "manifest", *_MANIFEST_FIELDS
     )
     if type(version) is not int or version != FORMAT:
         raise Invalid(f"this version reads and writes format {FORMAT}, not {version!r:.80}")
@@ -337,8 +332,7 @@ def _parse_manifest(raw: bytes) -> tuple[dict[str, Any], str]:
 
 
 def _check_scales(scales: Scales, parts: Mapping[str, PartFormat], excluded: Collection[int]) -> None:
-    """Every scale is a finite positive f32, and every quantized layer has exactly the static parts, of one head
-    count."""
+    """Every scale is a finite positive f32; every quantized layer has exactly the static parts, of one head count."""
     static = {name for name, form in parts.items() if form.granularity in STATIC}
     for (layer, part), values in scales.items():
         check_int("layer of a scale", layer, 0, 65535)

@@ -164,8 +164,7 @@ def _hub_snapshot(path: Path) -> tuple[str, str] | None:
 
 
 def _model_files(root: Path) -> dict[str, Path]:
-    """The files under `root` that a fingerprint covers, by their path within it. Hidden names are left out; linked
-    directories not followed."""
+    """Files under `root` that a fingerprint covers, by path in it. No hidden names; linked directories not followed."""
     if not root.is_dir():
         raise Invalid(f"{root}: neither a directory nor a regular file")
     found: dict[str, Path] = {}
@@ -277,8 +276,7 @@ class _Cache:
         return digest
 
     def save(self) -> None:
-        """Writes the cache aside and renames it into place, the newest MAX_CACHED entries. No error is raised where
-        that cannot be done."""
+        """Writes the newest MAX_CACHED entries aside and renames them into place. Raises nothing where that fails."""
         if not self._changed:
             return
         newest = dict(list(self._entries.items())[-MAX_CACHED:])

@@ -186,11 +186,7 @@ class Description:
     def from_json(cls, data: Any) -> Description:
         """The description that `to_json` wrote. Raises Invalid for anything outside the closed schema."""
         version, model, revision, artifact, encoding, scales, layout, rope, hashing, backend, physical, packing = (
-            fields(
-                data,
-                "description",
-                *_FIELDS,
-            )
+            fields(data, "description", *_FIELDS)
         )
         rule, codec = fields(encoding, "encoding", "rule", "codec")
         scheme = HashScheme(*fields(hashing, "hash", "algorithm", "seed", "block_tokens", "lookahead", "bytes"))
@@ -225,8 +221,7 @@ class Description:
 
 
 def parse_description(raw: bytes) -> Description:
-    """The description in these canonical bytes. Raises Invalid if they are too long, not JSON, not canonical, or
-    outside the schema."""
+    """The description in these canonical bytes. Raises Invalid: too long, not JSON, not canonical, not the schema."""
     if len(raw) > MAX_DESCRIPTION_BYTES:
         raise Invalid(f"a description has at most {MAX_DESCRIPTION_BYTES} bytes, not {len(raw)}")
     _check_depth(raw)
@@ -241,8 +236,7 @@ def parse_description(raw: bytes) -> Description:
 
 
 def _check_depth(raw: bytes) -> None:
-    """Raises Invalid for brackets nested deeper than MAX_DEPTH: Python 3.13's parser overruns the stack of a small
-    thread, and the process dies."""
+    """Raises Invalid beyond MAX_DEPTH brackets: Python 3.13's parser would overrun a small thread's stack and die."""
     if not raw.isascii() or b"\0" in raw:  # else strings would not be where they seem to be
         raise Invalid("a description must be JSON in ASCII, other characters as \\u escapes")
     depth = 0
@@ -347,14 +341,12 @@ class Difference:
 
 
 def diff(stored: Description, live: Description, most: int = 50) -> list[Difference]:
-    """The fields in which two descriptions differ, the first `most`; scales as numbers. Empty if and only if the
-    digests are equal."""
+    """The fields in which two descriptions differ, the first `most`; scales as numbers. None if and only if equal."""
     return differences(stored.to_json(), live.to_json(), most)
 
 
 def differences(stored: dict[str, Any], live: dict[str, Any], most: int = 50) -> list[Difference]:
-    """The fields in which two JSON objects differ, the first `most`. A top-level field `scales` has the form of
-    `Description.scales`."""
+    """The fields in which two JSON objects differ, the first `most`. A field `scales` is as `Description.scales`."""
     found: list[Difference] = []
     _walk("", stored, live, found)
     if len(found) > most:

@@ -321,8 +321,7 @@ class Layout:
 
     @classmethod
     def from_json(cls, data: Any) -> Layout:
-        """The layout that `to_json` wrote. Raises Invalid for anything else: missing or unknown fields, wrong types,
-        sizes."""
+        """The layout that `to_json` wrote. Raises Invalid for missing or unknown fields, wrong types and sizes."""
         groups = fields(data, "layout", "groups")[0]
         return cls(tuple(_group_from_json(group) for group in items(groups, "layout.groups")))
 
@@ -437,8 +436,7 @@ def attention(
 
 
 def opaque(nbytes: int, digest: str, *, engine_tokens: int, layers: int = 1, engine_blocks: int = 1) -> Layout:
-    """Blocks of bytes that are not interpreted: `nbytes` per layer and block; `digest` (64 hex digits) names what they
-    mean."""
+    """Blocks of uninterpreted bytes: `nbytes` per layer and block; `digest` (64 hex digits) names what they mean."""
     part = (Part("bytes", nbytes, "u8"),)
     return Layout(
         (Group("opaque", 1, engine_tokens, tuple(Layer(i, part) for i in range(layers)), engine_blocks, None, digest),)

@@ -79,8 +79,7 @@ def choose(seen: Magnitudes, granularity: str, rule: str, headroom: float = HEAD
 
 
 def refuse_gaps(observer: Observer, excluded: Iterable[int] = ()) -> None:
-    """Raises Invalid, naming each, if a layer that is not excluded saw nothing, only zeros, or something that is not
-    finite."""
+    """Raises Invalid, naming each, if a layer not excluded saw nothing, only zeros, or something not finite."""
     wrong = []
     for (layer, part), seen in sorted(observer.seen.items()):
         if layer in set(excluded):
@@ -150,8 +149,7 @@ def export(
 
 
 def statistics(observer: Observer, scales: Mapping[tuple[int, str], Vector]) -> list[dict[str, Any]]:
-    """One row per layer, part and head: amax of every stratum, percentiles over all, the scale that was chosen (empty
-    for a native layer)."""
+    """A row per layer, part and head: amax of every stratum, percentiles over all, chosen scale (empty if native)."""
     rows = []
     strata = sorted({stratum for seen in observer.seen.values() for stratum in seen.amax})
     for (layer, part), seen in sorted(observer.seen.items()):
@@ -176,8 +174,7 @@ def statistics(observer: Observer, scales: Mapping[tuple[int, str], Vector]) -> 
 def sensitivity(
     loaded: LoadedModel, artifact: Artifact, tokens: Sequence[int], step: Step | None = None
 ) -> dict[int, float]:
-    """{layer: mean KL(native || native but for this layer)} over one text: what each layer's quantization alone
-    costs."""
+    """{layer: mean KL(native || native but for this layer)} over one text: what quantizing each layer alone costs."""
     scales = {key: torch.from_numpy(np.array(values)) for key, values in artifact.scales.items()}
     layers = sorted({layer for layer, _ in scales})
     kinds = {part: form.granularity for part, form in artifact.parts.items()}

@@ -89,8 +89,7 @@ def check(checker: Mapping[str, Any], answer: str) -> bool:
 
 
 def validate(checker: Any) -> None:
-    """Raises Invalid unless this is a checker: a known kind, its fields and no others, a pattern that compiles, a
-    schema of known keywords."""
+    """Raises Invalid unless a known kind with exactly its fields, a pattern that compiles, a schema of known words."""
     kind = checker.get("kind") if isinstance(checker, Mapping) else None
     if kind not in _FIELDS:
         raise Invalid(f"the checker's kind is one of {', '.join(_FIELDS)}, not {kind!r:.80}")

@@ -54,8 +54,7 @@ class Result:
     tallies: dict[tuple[int, str], Tally] = field(default_factory=dict)
 
     def over(self, values: list[Trace], low: int = 0, high: int | None = None) -> Interval | None:
-        """The mean over positions [low, high) of each sequence, then over sequences; None if no sequence reaches
-        there."""
+        """The mean over positions [low, high) of each sequence, then over sequences; None if no sequence gets there."""
         return interval([float(trace[low:high].mean()) for trace in values if len(trace) > low])
 
     def buckets(self) -> list[tuple[int, int]]:

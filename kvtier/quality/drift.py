@@ -121,8 +121,7 @@ class Drift:
                 self.add(layer, part, values[j] * shape[0], *sums, amax[:, i, j].max(axis=0))
 
     def rotate(self) -> None:
-        """Begins another window of `amax_share`; what is told is the larger of the present and the last. Its owner
-        calls it every few minutes."""
+        """Begins another window of `amax_share`, the larger of the present and the last; called every few minutes."""
         with self._lock:
             for sums in self._sums.values():
                 sums.before, sums.share = sums.share, 0.0

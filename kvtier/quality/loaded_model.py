@@ -26,8 +26,7 @@ CHUNK = 256  # tokens of one pass: bounds the memory of the logits
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """`encode` adds no special tokens; `end` are the ids that end an answer; `tokenizer` names the
-    tokenizer for records."""
+    """`encode` adds no special tokens; `end`: ids that end an answer; `tokenizer`: the tokenizer's name for records."""
 
     model: Any
     encode: Callable[[str], list[int]]
@@ -69,8 +68,7 @@ class LoadedModel:
 
 
 def load(model: str, revision: str | None = None, dtype: str = "float32", device: str = "cpu") -> LoadedModel:
-    """A model from a directory or by name. Takes seconds to minutes. Raises Invalid for what is not there or not
-    understood."""
+    """A model from a directory or by name. Takes seconds to minutes. Raises Invalid if absent or not understood."""
     if dtype not in DTYPES:
         raise Invalid(f"a model runs in {', '.join(DTYPES)}, not {dtype!r:.80}")
     try:
@@ -124,8 +122,7 @@ def of(
     note: str = "",
     dtype: str | None = None,
 ) -> LoadedModel:
-    """The same around a causal model of transformers that is loaded already. `dtype` is the model's own, where it was
-    loaded in another."""
+    """The same around a causal model of transformers loaded already. `dtype`: the model's own, if loaded in another."""
     caches = caches_of({**model.config.to_dict(), **({"dtype": dtype} if dtype else {})}, name)
     return LoadedModel(model, encode, decode, name, revision, tokenizer, caches, end, note)
 

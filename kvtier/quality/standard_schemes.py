@@ -45,8 +45,7 @@ def from_observer(
 
 
 def from_scales(names: tuple[str, ...], artifact: Artifact) -> list[Scheme]:
-    """The artifact as it is, then these schemes with its scales; one per layer is the largest of its heads'. Raises
-    Invalid for what it lacks."""
+    """The artifact, then these schemes with its scales; one per layer is the largest of its heads'. Raises Invalid."""
     own = from_artifact(artifact)
 
     def scales(kind: str) -> StaticScales:
