@@ -54,7 +54,8 @@ class QuantizeCounts(NamedTuple):
 
 @triton.jit
 def _load(
-    source, page_of, first, at, rows, d, TOKENS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr
+    source, page_of, first, at, rows, d,
+    TOKENS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Elements [TILE, .] of tokens from `at` of the engine block that starts at token `first`; zeros outside."""
     t = at + tl.arange(0, TILE)
