@@ -67,9 +67,8 @@ def hashes_of(
 ) -> bytes:
     """Concatenated content hashes from exactly one of: hex digits, a file of them (one a line), a file of token ids."""
     if sum((bool(given), hashes is not None, tokens is not None)) != 1:
-        raise Invalid(
-            "say which blocks by one of --hash HEX (more than once, if you like), --hashes FILE or --tokens FILE"
-        )
+        ways = "--hash HEX (more than once, if you like), --hashes FILE or --tokens FILE"
+        raise Invalid(f"say which blocks by one of {ways}")
     if tokens is not None:
         return b"".join(token_hashes(description, group, read_tokens(tokens)))
     lines = list(given)
@@ -82,9 +81,8 @@ def hashes_of(
     nbytes = description.hashing.nbytes
     for place, line in enumerate(lines, 1):
         if not _HEX.fullmatch(line) or len(line) != 2 * nbytes:
-            raise Invalid(
-                f"hash {place}: {line!r:.80} is not one of this namespace: write {2 * nbytes} lower-case hex digits"
-            )
+            wanted = f"write {2 * nbytes} lower-case hex digits"
+            raise Invalid(f"hash {place}: {line!r:.80} is not one of this namespace: {wanted}")
     return bytes.fromhex("".join(lines))
 
 
@@ -105,18 +103,14 @@ def token_hashes(description: Description, group: int, tokens: Sequence[int]) ->
     """Hashes of a prompt's whole blocks, by `identity.chain_hashes`; one of several engine blocks has its last hash."""
     scheme = description.hashing
     if scheme.algorithm != CHAIN or scheme.lookahead or scheme.nbytes != 32:
-        raise Invalid(
-            f"hashes of this namespace are made by {scheme.algorithm!r}, which only its engine can do: give them by "
-            "--hash or --hashes"
-        )
+        made = f"hashes of this namespace are made by {scheme.algorithm!r}, which only its engine can do"
+        raise Invalid(f"{made}: give them by --hash or --hashes")
     if not 0 <= group < len(description.layout.groups):
         raise Invalid(f"there is no group {group}; this namespace has {len(description.layout.groups)}")
     each, rest = divmod(description.layout.groups[group].tokens, scheme.block_tokens)
     if rest or not each:
-        raise Invalid(
-            f"a block of group {group} does not cover whole hash blocks of {scheme.block_tokens} tokens: give its "
-            "hashes by --hash or --hashes"
-        )
+        covers = f"a block of group {group} does not cover whole hash blocks of {scheme.block_tokens} tokens"
+        raise Invalid(f"{covers}: give its hashes by --hash or --hashes")
     return chain_hashes(tokens, scheme.block_tokens, chain_seed(scheme.seed))[each - 1 :: each]
 
 

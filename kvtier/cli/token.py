@@ -29,7 +29,6 @@ def token(
     if file is not None:
         with open(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600), "w") as stream:
             stream.write(line + "\n")
-    output.result(
-        {"token": secret, "line": line}, common.json, lambda: print(secret if file is not None else f"{secret}\n{line}")
-    )
+    said = secret if file is not None else f"{secret}\n{line}"
+    output.result({"token": secret, "line": line}, common.json, lambda: print(said))
     return Exit.OK

@@ -60,9 +60,8 @@ class Result:
     def buckets(self) -> list[tuple[int, int]]:
         """Ranges of positions that at least one sequence reaches."""
         longest = max(len(trace) for trace in self.kl)
-        return [
-            (low, min(high, longest)) for low, high in zip(EDGES, (*EDGES[1:], 2**40), strict=True) if low < longest
-        ]
+        ends = (*EDGES[1:], 2**40)
+        return [(low, min(high, longest)) for low, high in zip(EDGES, ends, strict=True) if low < longest]
 
     @property
     def perplexity(self) -> float:
