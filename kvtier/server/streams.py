@@ -81,7 +81,7 @@ def get(service: Service, session: Session, request: pb.Keys, until: float) -> I
         part = keys[first : first + window]
         if service.tiering is not None:
             # The next window comes up while this one is sent.
-            service.tiering.prefetch(keys[first : first + 2 * window], namespace, extents)
+            service.tiering.promoter.start(keys[first : first + 2 * window], namespace, extents)
             service.tiering.bring_up(part, namespace, extents, cold_until)
         offsets, stop = session.lease(id_, part)
         try:

@@ -81,7 +81,7 @@ class Service:
         namespace, keys = self.blocks_of(session, request)
         if self.tiering is None:
             return pb.Count(n=0, stop=Stop.NO_TIER)  # type: ignore[arg-type]
-        return pb.Count(n=self.tiering.prefetch(keys, namespace, namespace.extents(range_of(request))))
+        return pb.Count(n=self.tiering.promoter.start(keys, namespace, namespace.extents(range_of(request))))
 
     def flush(self, session: Session, request: pb.Keys) -> pb.Count:
         """Waits until lower tiers have the blocks, `wait_ms` at most. Returns how many leading ones they have."""

@@ -58,10 +58,8 @@ class Slabs:
         self._owner: list[SizeClass | None] = [None] * self.count
 
     def size_class(self, slot_bytes: int) -> SizeClass:
-        """The class of this slot size, made on first use.
-
-        Raises Invalid if a slab is too small for it, Full if there are too many sizes.
-        """
+        """The class of this slot size, made on first use. Raises Invalid if a slab is too small for it, Full if there
+        are too many sizes."""
         found = self.classes.get(slot_bytes)
         if found is not None:
             return found
@@ -105,10 +103,8 @@ class Slabs:
         self._pool.append(self._unbacked.pop())
 
     def restore(self, pages: npt.NDArray[np.uint32], slots: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
-        """Takes exactly these slots, oldest first, before any other is taken. Returns which could be taken.
-
-        The others lie outside or overlap, or are of another size than the youngest of their slab.
-        """
+        """Takes exactly these slots, oldest first, before any other is taken. Returns which could be taken. The others
+        lie outside or overlap, or are of another size than the youngest of their slab."""
         pages, slots = pages.astype(np.uint32), slots.astype(np.uint32)
         taken = np.zeros(len(pages), np.bool_)
         slab_of = pages // self.slab_pages
@@ -241,9 +237,8 @@ class Allocator:
 
     def size_class(self, slot: int, n: int = 1) -> SizeClass:
         """The class of this slot size. When all are taken, the one unused for longest goes, if nothing in it is in use.
-
-        Raises Full where none can go, or where `n` slots could not be taken afterwards either; nothing is evicted then.
-        """
+        Raises Full where none can go, or where `n` slots could not be taken afterwards either; nothing is evicted
+        then."""
         ledger, slabs = self._ledger, self._slabs
         try:
             return slabs.size_class(slot)

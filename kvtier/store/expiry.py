@@ -64,10 +64,8 @@ class Expiry:
         self._ttls, self._save = dict(ttls), save
 
     def set(self, namespace: Namespace, seconds: int) -> None:
-        """Gives a namespace a time-to-live, from now on; 0 takes it away. It outlives a drop of the namespace.
-
-        Raises Invalid, Full for one namespace too many, Unavailable if it cannot be written: nothing is changed then.
-        """
+        """Gives a namespace a time-to-live, from now on; 0 takes it away. It outlives a drop of the namespace. Raises
+        Invalid, Full for one namespace too many, Unavailable if it cannot be written: nothing is changed then."""
         if not 0 <= seconds <= MAX_TTL:
             raise Invalid(f"a time-to-live has 1 to {MAX_TTL} seconds, or 0 for none, not {seconds}")
         with self._lock:

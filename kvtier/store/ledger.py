@@ -137,9 +137,7 @@ class Ledger:
 
     def lease(self, rows: Sequence[int], keep: bool = False) -> int:
         """One more lease for each of these sealed rows (each once). Returns the bytes of slots that had none before.
-
-        `keep`: rows without another lease stay at their age, until they are leased without `keep`.
-        """
+        `keep`: rows without another lease stay at their age, until they are leased without `keep`."""
         leases = self._leases
         idle = [row for row in rows if not leases[row]]
         for row in rows:
@@ -187,11 +185,9 @@ class Ledger:
         return self.keys(np.flatnonzero(mine)[:most].tolist())
 
     def use(self, rows: Sequence[int]) -> tuple[list[tuple[int, int, int]], list[int]]:
-        """These blocks, head first and each once, are about to be leased. A use, unless leased already and not kept.
-
-        A rank grows by one, but not above that of the rows before it. Returns (rank, ticks since the last use, rows) of
-        each run of rows that were alike, and the rows that were used for the second time.
-        """
+        """These blocks, head first and each once, are about to be leased. A use, unless leased already and not kept. A
+        rank grows by one, but not above that of the rows before it. Returns (rank, ticks since the last use, rows) of
+        each run of rows that were alike, and the rows that were used for the second time."""
         leases, ages, ranks, kept = self._leases, self._age, self._rank, self._kept
         runs: list[tuple[int, int, int]] = []
         again: list[int] = []
@@ -340,11 +336,8 @@ class Ledger:
         return self._state[row] == RESERVED
 
     def restore(self, columns: Mapping[str, npt.NDArray[Any]], keys: list[bytes]) -> None:
-        """Fills an empty ledger with sealed blocks, oldest first. 0.5 s a million blocks.
-
-        Columns: page, nbytes, slot, size, namespace, checksum. Raises ValueError if a key stands twice; the ledger
-        cannot be used then.
-        """
+        """Fills an empty ledger with sealed blocks, oldest first. 0.5 s a million blocks. Columns: page, nbytes, slot,
+        size, namespace, checksum. Raises ValueError if a key stands twice; the ledger cannot be used then."""
         assert not self.known and not self.reserved
         n = len(keys)
         if not n:

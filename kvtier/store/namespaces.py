@@ -39,10 +39,7 @@ class Namespace:
 
     def extents(self, resolved: tuple[int, int, int, int, int]) -> Extents:
         """Sizes of a range given with both ends; of its layers' offsets only the first layer's, so that any range costs
-        the same few bytes.
-
-        Raises Invalid outside the layout. Cached: hashing a layout costs more than a call.
-        """
+        the same few bytes. Raises Invalid outside the layout. Cached: hashing a layout costs more than a call."""
         found = self._geometries.get(resolved)
         if found is None:
             group, layer_lo, layer_hi, head_lo, head_hi = resolved
@@ -56,9 +53,7 @@ class Namespace:
 
 class Namespaces:
     """Registry by handle. `in_use`: handles that hold blocks; `purge` removes what came under a forgotten namespace.
-
-    Both are called without the registry's lock, and only when all places are taken.
-    """
+    Both are called without the registry's lock, and only when all places are taken."""
 
     def __init__(self, in_use: Callable[[], set[int]], purge: Callable[[Namespace], int]) -> None:
         self._in_use = in_use
@@ -143,10 +138,8 @@ class Namespaces:
             )
 
     def explain(self, raw: bytes, tenant: str) -> tuple[list[str], bytes]:
-        """How the nearest namespace of the model that holds blocks differs: lines and its description digest.
-
-        No lines and a digest: this one holds blocks itself. No lines and b"": none of this model and tenant does.
-        """
+        """How the nearest namespace of the model that holds blocks differs: lines and its description digest. No lines
+        and a digest: this one holds blocks itself. No lines and b"": none of this model and tenant does."""
         live = parse_description(raw)
         holding = self._in_use()
         nearest: tuple[int, list[str], bytes] | None = None

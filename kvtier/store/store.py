@@ -98,10 +98,8 @@ class Store:
         hashes: list[bytes],
     ) -> tuple[Reservation, list[int]]:
         """Takes a slot for every key that is not sealed yet, or none. Returns the reservation, and an offset or PRESENT
-        a key.
-
-        Writes header and padding. Raises Full at once (arena, session or tenant), Invalid for a block no slab can hold.
-        """
+        a key. Writes header and padding. Raises Full at once (arena, session or tenant), Invalid for a block no slab
+        can hold."""
         extents = namespace.extents(resolved)
         slot = extents.slot_bytes
         reservation = Reservation(
@@ -216,9 +214,7 @@ class Store:
 
     def lease(self, account: Account, keys: list[bytes]) -> tuple[list[int], list[int], int]:
         """Leases the leading known blocks: (rows, offsets, why it stopped), one each per key. Never waits or promotes.
-
-        A leased slot never moves, goes or changes. A key given twice is leased once. The caps shorten it (Stop.CAP).
-        """
+        A leased slot never moves, goes or changes. A key given twice is leased once. The caps shorten it (Stop.CAP)."""
         ledger = self._ledger
         with self._lock:
             rows = ledger.find(keys)
@@ -251,10 +247,8 @@ class Store:
 
     def delete(self, keys: list[bytes]) -> int:
         """Forgets these blocks now; a leased one's slot is freed after its last lease. Returns how many were known.
-        Reservations stay.
-
-        Here, below, here again: a copy on its way down or up looks afterwards whether the block is still there.
-        """
+        Reservations stay. Here, below, here again: a copy on its way down or up looks afterwards whether the block is
+        still there."""
         known = self.forget(keys)
         if (lower := self.lower) is not None:
             known |= {key for key, here in zip(keys, lower.find(keys), strict=True) if here}
@@ -386,11 +380,9 @@ class Store:
         return by_namespace(*columns)
 
     def check_integrity(self, holders: Sequence[tuple[Account, dict[int, int], set[int]]] | None = None) -> None:
-        """Asserts that ledger, slabs and accounts agree with ground truth; slow. Holds the lock.
-
-        `holders` is what each session believes: (account, {row: leases}, reserved rows). If given, it must explain
-        every lease and reservation.
-        """
+        """Asserts that ledger, slabs and accounts agree with ground truth; slow. Holds the lock. `holders` is what each
+        session believes: (account, {row: leases}, reserved rows). If given, it must explain every lease and
+        reservation."""
         with self._lock:
             pages = self._ledger.check_integrity()
             self._slabs.check_integrity({page: self._ledger.place(row)[1] for page, row in pages.items()})

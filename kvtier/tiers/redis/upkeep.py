@@ -1,8 +1,5 @@
-"""What the Redis tier does by itself: the trial of an open breaker, a look at Redis's memory now and then, going
-through all names for a drop.
-
-One thread. Whatever it does, no caller waits for it.
-"""
+"""What the Redis tier does by itself, in one thread: the trial of an open breaker, a look at Redis's memory now and
+then, going through all names for a drop. No caller waits for it."""
 
 from __future__ import annotations
 
@@ -42,15 +39,12 @@ class Upkeep:
         self._calls.call(self._look, "read_faults")
 
     def alive(self) -> bool:
-        """Whether the thread runs."""
         return self._thread.is_alive()
 
     def close(self, patience: float) -> None:
         """Ends the thread, after the call that it makes now."""
         self._stop.set()
         self._thread.join(patience)
-
-    # -- the thread
 
     def _run(self) -> None:
         calls = self._calls

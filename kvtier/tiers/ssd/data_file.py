@@ -14,10 +14,12 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from kvtier.tiers.ssd.disk import CREATE, DIRECT, WRITE, Disk
 
 WRITERS, PARALLEL_BYTES = 4, 4 * 2**20  # threads that write one batch; a smaller batch needs one
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -29,9 +31,7 @@ class DataFile:
     """
 
     def __init__(self, path: Path, disk: Disk, slab_bytes: int, most: int, sync: bool) -> None:
-        self._disk = disk
-        self._slab_bytes = slab_bytes
-        self._sync = sync
+        self._disk, self._slab_bytes, self._sync = disk, slab_bytes, sync
         self._directory = path.parent
         self.direct = True
         try:
@@ -74,7 +74,7 @@ class DataFile:
         def work(part: Sequence[tuple[memoryview, int]]) -> None:
             try:
                 for slot, offset in part:
-                    self._transfer(self._write, slot, offset)
+                    self._transfer(self._disk.write, slot, offset)
             except BaseException as error:
                 faults.append(error)
 
@@ -108,11 +108,7 @@ class DataFile:
     def close(self) -> None:
         self._disk.close(self._fd)
 
-    def _write(self, fd: int, slot: memoryview, offset: int) -> int:
-        self._disk.write(fd, slot, offset)
-        return len(slot)
-
-    def _transfer(self, call: Callable[[int, memoryview, int], int], slot: memoryview, offset: int) -> int:
+    def _transfer(self, call: Callable[[int, memoryview, int], T], slot: memoryview, offset: int) -> T:
         try:
             return call(self._fd, slot, offset)
         except OSError as error:

@@ -27,18 +27,14 @@ def read(entries: Iterable[NamespaceEntry | bytes]) -> tuple[Records, Described]
 
 def latest(records: Records) -> Records:
     """What is left of puts and forgets, in the order of puts: of each key the last that was not forgotten after, unless
-    a later put took its slot.
-
-    A slot once given to another block is lost to the earlier one for good, also if the later was forgotten since and
-    the earlier's end is not told.
-    """
+    a later put took its slot. A slot once given to another block is lost to the earlier one for good, also if the later
+    was forgotten since and the earlier's end is not told."""
     keys = keys_of(records)
     puts = np.flatnonzero(records["kind"] == PUT)
     order = puts[np.argsort(records["page"][puts], kind="stable")]
     pages = records["page"][order]
-    final = np.append(pages[1:] != pages[:-1], True)[
-        : len(pages)
-    ]  # of two on one slot the later has written over the earlier
+    # of two on one slot the later has written over the earlier
+    final = np.append(pages[1:] != pages[:-1], True)[: len(pages)]
     if len(puts) < len(records) or len(set(keys)) != len(keys):
         last: dict[bytes, int] = {}
         for i, (key, kind) in enumerate(zip(keys, records["kind"].tolist(), strict=True)):

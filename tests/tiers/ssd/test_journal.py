@@ -16,7 +16,7 @@ import xxhash
 from kvtier.errors import Full
 from kvtier.tiers.ssd import recovery
 from kvtier.tiers.ssd.disk import Disk
-from kvtier.tiers.ssd.journal import FORGET, PUT, RECORD, Journal, checkpoint_bytes, files_in
+from kvtier.tiers.ssd.journal import FORGET, PUT, RECORD, IndexFiles, Journal, checkpoint_bytes
 from tests.support.disks import READ_ONLY, Failing
 
 LIMIT = 1 << 20
@@ -433,10 +433,10 @@ def test_only_files_with_the_right_names_count(tmp_path: Path) -> None:
         "journal.-0000001",
     ):
         (tmp_path / name).write_bytes(good)
-    assert files_in(tmp_path).all == []
+    assert IndexFiles(tmp_path).all == []
     for name in ("journal.00000001", "journal.123456789", "checkpoint.00000003.tmp"):
         (tmp_path / name).write_bytes(good)
-    found = files_in(tmp_path)
+    found = IndexFiles(tmp_path)
     assert sorted(found.journals) == [1, 123456789]
     assert [path.name for path in found.temporary] == ["checkpoint.00000003.tmp"]
 
