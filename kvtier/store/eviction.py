@@ -240,7 +240,6 @@ class Eviction:
 
     @property
     def nbytes(self) -> int:
-        """Of the ghosts."""
         return self._ghosts.nbytes if self._ghosts is not None else 0
 
     def used(self, rows: Sequence[int]) -> list[int]:
