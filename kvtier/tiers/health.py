@@ -11,7 +11,6 @@ import time
 
 PAUSE = (1.0, 30.0)  # seconds: first and longest
 WRITE, READ, SPACE, INDEX = "write", "read", "space", "index"
-
 log = logging.getLogger(__name__)
 
 

@@ -23,7 +23,6 @@ from kvtier.tiers.tier import Tier, find_any
 MAX_QUEUE = 16_384  # keys under way
 THREADS = 4
 PATIENCE = 5.0  # seconds that `close` waits for reads under way
-
 log = logging.getLogger(__name__)
 
 

@@ -29,7 +29,6 @@ ARENA_SHARE = 16  # and at most one part in 16 of the arena
 _DAY = 86_400.0
 _AGAIN = (0.02, 1.0)  # seconds until a flush offers again what the tier refused: first and longest
 Entry = tuple[bytes, Namespace]
-
 log = logging.getLogger(__name__)
 
 
@@ -63,7 +62,6 @@ class Budget:
         return min(burst, 1.0 - today, 1.0)
 
     def spend(self, nbytes: int, now: float) -> None:
-        """These bytes are written."""
         if self._at is None or now - self._day_began >= _DAY:
             self._day_began, self._today = now, 0
         self._today += nbytes
@@ -204,7 +202,6 @@ class WriteBehind:
         mine = [entry for entry in batch if entry[1].tenant == tenant]
         rows = self._store.hold(mover, [key for key, _ in mine], self._batch_bytes)
         spoiled: set[int] = set()
-        gone: list[int] = []
         try:
             going = {row: mine[i] for i, row in rows.items() if self._admitted(mine[i][0], row)}
             outgoing = {

@@ -25,7 +25,6 @@ MAX_DELETES = 65_536
 DELETE_PATIENCE = 0.05  # seconds that a delete waits for Redis to have forgotten
 DELETE = "delete"
 TICK = 0.1  # seconds between looks at deletes that Redis did not take
-
 log = logging.getLogger(__name__)
 
 
@@ -39,8 +38,8 @@ class Asker:
         self._deletes: dict[bytes, None] = {}  # to be sent, in order
         self._deleting: frozenset[bytes] = frozenset()  # being sent
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="redis-asker", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="redis-asker", daemon=True)
+        self.thread.start()
 
     def question(self, key: bytes, now: float) -> None:
         """To be asked, unless it is already. No lock."""
@@ -87,14 +86,11 @@ class Asker:
     def check_integrity(self) -> None:
         assert len(self._deletes) <= MAX_DELETES and len(self._asked) <= MAX_ASKED + 64
 
-    def alive(self) -> bool:
-        return self._thread.is_alive()
-
     def close(self, patience: float) -> None:
         """Ends the thread, after what it does now."""
         self._stop.set()
         self._questions.put(None)
-        self._thread.join(patience)
+        self.thread.join(patience)
 
     def _run(self) -> None:
         while not self._stop.is_set():

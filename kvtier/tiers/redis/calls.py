@@ -19,7 +19,6 @@ from kvtier.tiers.redis.location import RedisLocation
 PAUSE = (0.5, 4.0)  # seconds of no writing after a refusal, first and longest: a failover is over within 10 s
 CONNECTION = "connection"  # a kind of fault: Redis does not answer
 T = TypeVar("T")
-
 log = logging.getLogger(__name__)
 
 

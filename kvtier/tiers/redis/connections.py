@@ -105,7 +105,6 @@ class RedisConnections:
             return sum(len(connection.by_node) for connection in (*self._by_thread.values(), *self._free))
 
     def primaries(self, connection: RedisConnection) -> list[Address]:
-        """All nodes that hold blocks."""
         if self.location.cluster:
             return list(dict.fromkeys(self._map(connection)))
         return [self._single()]

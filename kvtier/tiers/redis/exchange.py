@@ -64,9 +64,7 @@ class Nodes(Protocol):
     """What knows which node has a name and how to connect to it: RedisConnections."""
 
     def address_of(self, connection: RedisConnection, name: bytes) -> Address: ...
-
     def moved(self, slot: int, address: Address) -> None: ...
-
     def connect(self, address: Address) -> Any: ...
 
 

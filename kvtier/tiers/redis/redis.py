@@ -171,7 +171,7 @@ class Redis:
             self._upkeep.look()
 
     def alive(self) -> bool:
-        return self._asker.alive() and self._upkeep.alive()
+        return self._asker.thread.is_alive() and self._upkeep.thread.is_alive()
 
     def check_integrity(self) -> None:
         self._presence.check_integrity()

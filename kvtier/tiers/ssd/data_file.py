@@ -20,15 +20,12 @@ from kvtier.tiers.ssd.disk import CREATE, DIRECT, WRITE, Disk
 
 WRITERS, PARALLEL_BYTES = 4, 4 * 2**20  # threads that write one batch; a smaller batch needs one
 T = TypeVar("T")
-
 log = logging.getLogger(__name__)
 
 
 class DataFile:
-    """The file at `path`, made if need be and cut to whole slabs, `most` at most.
-
-    sync   written bytes are durable before `write` returns
-    """
+    """The file at `path`, made if need be and cut to whole slabs, `most` at most. `sync`: what is written is durable
+    before `write` returns."""
 
     def __init__(self, path: Path, disk: Disk, slab_bytes: int, most: int, sync: bool) -> None:
         self._disk, self._slab_bytes, self._sync = disk, slab_bytes, sync

@@ -34,7 +34,6 @@ class Disk:
 
     @contextmanager
     def opened(self, path: Path, flags: int) -> Iterator[int]:
-        """A descriptor that is closed in the end."""
         fd = self.open(path, flags)
         try:
             yield fd
@@ -51,7 +50,6 @@ class Disk:
             view = view[os.write(fd, view) :]
 
     def write(self, fd: int, data: memoryview, offset: int) -> None:
-        """All of `data` at this offset."""
         while data:
             written = os.pwritev(fd, [data], offset)
             if written <= 0:

@@ -26,7 +26,6 @@ CROWDED = 1.0  # seconds that a write waits for the index to be shortened
 _FRAMES = 256  # bytes of the frames around a write's records
 NAMESPACES_SHARE = 8  # one part in 8 of the index is for descriptions
 Register = Callable[[bytes, str], Namespace]
-
 log = logging.getLogger(__name__)
 
 
@@ -60,11 +59,8 @@ class Tombstones:
 
 
 class JournalNamespaces:
-    """Namespaces that the journal has a description of, each under a number that is never used for another. Under the
-    tier's lock.
-
-    limit   bytes of their frames
-    """
+    """Namespaces that the journal describes, each under a number that is never used for another; `limit`: bytes of their
+    frames. Under the tier's lock."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -284,10 +280,10 @@ class Index:
                     self._journal.coming = 0
                     raise
                 with self._tier_lock:
-                    snapshot, made = recovery.Snapshot(self._ledger), self._tombstones.made
+                    sealed, made = self._ledger.copy_sealed(), self._tombstones.made
             written = False
             try:
-                self._journal.checkpoint(number, described, snapshot.records(numbers))
+                self._journal.checkpoint(number, described, recovery.sealed_records(*sealed, numbers))
                 written = True
             finally:
                 with self.lock:

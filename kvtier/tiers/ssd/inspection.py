@@ -56,7 +56,6 @@ class DirectoryReport:
 
     @property
     def clean(self) -> bool:
-        """Whether nothing is left to repair."""
         return self.found == self.repaired
 
     def add(self, where: str, what: str) -> None:

@@ -54,11 +54,7 @@ _CHUNK = 1 << 16  # records in a frame of a checkpoint: 4 MiB
 
 
 class Journal:
-    """The journal files of one directory.
-
-    limit   bytes of all index files
-    sync    every append is durable before it returns
-    """
+    """The journal files of one directory. `limit`: bytes of all; `sync`: every append is durable before it returns."""
 
     def __init__(self, directory: Path, limit: int, sync: bool, disk: Disk) -> None:
         self._directory, self.limit, self._sync, self._disk = directory, limit, sync, disk
@@ -188,7 +184,6 @@ class Journal:
                     self._disk.truncate(fd, good)
 
     def _clean(self, base: int) -> None:
-        """Removes what a checkpoint has replaced, and halves of checkpoints."""
         for path in IndexFiles(self._directory).older_than(base):
             self._disk.unlink(path)
 

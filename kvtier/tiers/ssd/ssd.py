@@ -50,7 +50,6 @@ MAX_FAULTS = 3  # reads of one block that fail one after another before it is gi
 _AGAIN = 2.0  # seconds after the first failed read in which a block counts as absent; twice as long after each more
 PATIENCE = 5.0  # seconds that `close` waits for calls under way
 Placed = list[tuple[Outgoing, int]]  # blocks and the rows reserved for them
-
 log = logging.getLogger(__name__)
 
 
@@ -91,7 +90,6 @@ class FailedReads:
         return failures >= MAX_FAULTS
 
     def clear(self, key: bytes) -> None:
-        """It was read, or it is gone."""
         self._until.pop(key, None)
 
 
@@ -129,8 +127,7 @@ class Ssd:
     ) -> None:
         if not MIN_CAPACITY <= capacity <= MAX_CAPACITY:
             raise Invalid(f"an SSD tier has {MIN_CAPACITY} to {MAX_CAPACITY} bytes, not {capacity}")
-        self.capacity = capacity
-        self.totals = SsdTotals()
+        self.capacity, self.totals = capacity, SsdTotals()
         self._path, self._sync, self._min_free, self._disk = path, sync, min_free, disk
         self._lock = threading.Condition(threading.Lock())
         self._health = Health(self.name)
@@ -239,7 +236,7 @@ class Ssd:
     def gauges(self) -> dict[str, int]:
         """Numbers for operators; `degraded` is 1 while faults or lack of space keep blocks out."""
         with self._lock:
-            gauges = {
+            return {
                 "capacity_bytes": self.capacity,
                 "file_bytes": self._data.nbytes,
                 "index_bytes": self._index.nbytes,
@@ -251,8 +248,8 @@ class Ssd:
                 "evicted_blocks_total": self._counters.evicted_blocks,
                 "expired_blocks_total": self._counters.expired_blocks,
                 "checkpoints_total": self._index.checkpoints,
+                **{f"{name}_total": getattr(self.totals, name) for name in self.totals.__slots__},
             }
-            return gauges | {f"{name}_total": getattr(self.totals, name) for name in self.totals.__slots__}
 
     def blocks_by_namespace(self) -> dict[int, tuple[int, int]]:
         with self._lock:
@@ -328,8 +325,6 @@ class Ssd:
                 self._users -= 1
                 if self._closing:
                     self._lock.notify_all()
-
-    # -- a write, step by step
 
     def _known(self, blocks: Sequence[Outgoing]) -> list[bool]:
         return [row is not None for row in self._ledger.find_each([out.key for out in blocks])]
