@@ -99,7 +99,7 @@ class Namespaces:
         return found
 
     def drop(self, namespace: Namespace) -> None:
-        """Its handle is void, what is reserved under it can no longer be sealed. Its blocks are the store's business."""
+        """Makes its handle void; what is reserved under it cannot be sealed. Its blocks are the store's business."""
         with self._lock:
             namespace.dropped = True
             # else it is gone, and its digest may name a new one

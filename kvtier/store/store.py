@@ -58,7 +58,7 @@ class Lower(Protocol):
 
 
 class Store:
-    """All blocks of a daemon. `poison`: fill freed slots with 0x7F (tests): who reads one after its end sees NaN codes."""
+    """All blocks of a daemon. `poison`: fill freed slots with 0x7F (tests): who reads one too late sees NaN codes."""
 
     def __init__(self, arena: Arena, *, poison: bool = False) -> None:
         self.arena = arena

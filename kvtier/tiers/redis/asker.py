@@ -74,7 +74,7 @@ class Asker:
                 lock.wait_for(lambda: not any(map(self.forgetting, keys)), DELETE_PATIENCE)
 
     def keep(self, keys: Collection[bytes], patience: float) -> set[bytes]:
-        """Before these are written: waits for deletes of theirs that are being sent; takes back and returns the others."""
+        """Before these are written: waits for deletes under way; takes back those that wait, and returns them."""
         lock = self._calls.lock
         with lock:
             lock.wait_for(lambda: self._deleting.isdisjoint(keys), patience)
@@ -87,7 +87,6 @@ class Asker:
         assert len(self._deletes) <= MAX_DELETES and len(self._asked) <= MAX_ASKED + 64
 
     def close(self, patience: float) -> None:
-        """Ends the thread, after what it does now."""
         self._stop.set()
         self._questions.put(None)
         self.thread.join(patience)

@@ -27,9 +27,9 @@ Address = tuple[str, int]  # host and port; ("/path", 0) for a Unix socket
 
 @dataclass(frozen=True, slots=True)
 class RedisLocation:
-    """nodes: the server, or some nodes of the cluster, or the Sentinels. sentinel: the name of what these watch. prefix:
-    how the names of the blocks begin; daemons that are to share blocks need the same. connections: to each server at
-    most. write: bytes a second that may be written (0: no limit). ttl (0: none), timeout: seconds."""
+    """nodes: the server, or some nodes of the cluster, or the Sentinels. sentinel: the name of what these watch.
+    prefix: how the names of the blocks begin; daemons that are to share blocks need the same. connections: to each
+    server at most. write: bytes a second that may be written (0: no limit). ttl (0: none), timeout: seconds."""
 
     nodes: tuple[Address, ...]
     tls: bool = False

@@ -33,8 +33,8 @@ PATIENCE = 5.0  # seconds that `close` waits for calls under way
 
 
 class Redis:
-    """Blocks in the Redis at `location`. Connects at once: raises Invalid where the settings are wrong (password, rights,
-    certificate); a Redis that is merely not there is waited for in the background."""
+    """Blocks in the Redis at `location`. Connects at once: raises Invalid where the settings are wrong (password,
+    rights, certificate); a Redis that is merely not there is waited for in the background."""
 
     name = "redis"
 
@@ -47,7 +47,7 @@ class Redis:
         self._upkeep = Upkeep(self._calls)
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
-        """For each key whether it was lately heard to be here. No lock; what is not known is asked in the background."""
+        """For each key whether it was lately heard to be here. No lock; what is unknown is asked in the background."""
         if not self._calls.breaker.closed:
             return [False] * len(keys)
         now, presence, asker = time.monotonic(), self._presence, self._asker

@@ -40,7 +40,7 @@ class DataFile:
             self._use_the_page_cache()
         try:
             size = disk.size(self._fd)
-            self.slabs = min(size // slab_bytes, most)  # with disk behind them
+            self.slabs = min(size // slab_bytes, most)  # with disk behind them, of `nbytes` together
             if size > self.nbytes:  # the capacity was made smaller, or a slab was never finished
                 disk.truncate(self._fd, self.nbytes)
         except BaseException:
@@ -49,7 +49,6 @@ class DataFile:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slabs that have disk behind them."""
         return self.slabs * self._slab_bytes
 
     def read(self, slot: memoryview, offset: int) -> int:

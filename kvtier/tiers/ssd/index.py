@@ -1,4 +1,4 @@
-"""The SSD tier's index as it lives: a journal behind the ledger, tombstones that wait for it, checkpoints that shorten it.
+"""The SSD tier's index as it lives: a journal that follows the ledger, tombstones that wait for it, checkpoints.
 
 `lock` keeps the journal in order: who changes what it says holds it, for as long as the disk takes. `tier_lock` is the
 tier's own lock, held for microseconds inside it. A thread, the keeper, journals tombstones that no write takes along
@@ -59,8 +59,8 @@ class Tombstones:
 
 
 class JournalNamespaces:
-    """Namespaces that the journal describes, each under a number that is never used for another; `limit`: bytes of their
-    frames. Under the tier's lock."""
+    """Namespaces that the journal describes, each under a number that is never used for another; `limit`: bytes of
+    their frames. Under the tier's lock."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
