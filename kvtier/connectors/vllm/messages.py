@@ -13,9 +13,8 @@ from kvtier.format.layout import Range
 
 @dataclass
 class StepPlan(base.KVConnectorMetadata):
-    """One step. `fence`: engine blocks that this step hands to a new owner. `description`: canonical bytes of the
-    namespace, and `ranges`, what each rank holds of it: once, in the first plan that has them. `idle`: it computes
-    nothing."""
+    """One step. `fence`: engine blocks that it hands to a new owner. `description`: canonical bytes of the namespace,
+    and `ranges`, what each rank holds of it: once, in the first plan that has them. `idle`: it computes nothing."""
 
     description: bytes = b""
     ranges: dict[RankId, list[Range | None]] = field(default_factory=dict)

@@ -18,23 +18,19 @@ from kvtier_kernels.paged import WIDTHS, Paged
 from kvtier_kernels.prefill import prefill
 from kvtier_kernels.write import write
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
-from vllm.v1.attention.backends.triton_attn import (
-    TritonAttentionBackend,
-    TritonAttentionImpl,
-    TritonAttentionMetadataBuilder,
-)
+from vllm.v1.attention.backends import triton_attn
 
 from kvtier.connectors.vllm.backend import flags
 from kvtier.connectors.vllm.backend.declared import KINDS, DualDeclared, refuse
 
 
-class GpuDualBuilder(TritonAttentionMetadataBuilder):
+class GpuDualBuilder(triton_attn.TritonAttentionMetadataBuilder):
     """vLLM's, but for what graphs are captured of."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
 
-class GpuDualImpl(TritonAttentionImpl):
+class GpuDualImpl(triton_attn.TritonAttentionImpl):
     """One layer."""
 
     _cache: Paged | None = None
@@ -49,14 +45,12 @@ class GpuDualImpl(TritonAttentionImpl):
     def _paged(self, kv_cache: torch.Tensor) -> Paged:
         """The cache as the kernels see it; made anew where the engine has another tensor."""
         found, page_flags = self._cache, flags.of(kv_cache)
-        if (
-            found is None
-            or found.flags is not page_flags
-            or found.keys.any.data_ptr() != kv_cache.data_ptr()
-            or found.keys.any.shape[:3] != kv_cache.shape[:3]
-        ):
-            found = self._cache = paged.interleaved(kv_cache, self.head_size, page_flags, KINDS)
-        return found
+        if found is not None and found.flags is page_flags:
+            keys = found.keys.any
+            if keys.data_ptr() == kv_cache.data_ptr() and keys.shape[:3] == kv_cache.shape[:3]:
+                return found
+        self._cache = paged.interleaved(kv_cache, self.head_size, page_flags, KINDS)
+        return self._cache
 
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
@@ -100,9 +94,8 @@ class GpuDualImpl(TritonAttentionImpl):
         return False  # another writer would not clear flags
 
 
-class GpuDualBackend(DualDeclared, TritonAttentionBackend):
-    """The class that --attention-backend CUSTOM selects. What the kernels lack is refused by vLLM's own check, by
-    name."""
+class GpuDualBackend(DualDeclared, triton_attn.TritonAttentionBackend):
+    """The class that --attention-backend CUSTOM selects. vLLM's own check refuses, by name, what the kernels lack."""
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
