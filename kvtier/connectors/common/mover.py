@@ -225,7 +225,8 @@ class Mover:
                 fresh.append(_SaveJob(save, ready, n))
             self._saves += fresh
         for job in fresh:
-            self._saving.give(WorkItem[int | None](partial(self._save, job), partial(self._saved, job), None))
+            item: WorkItem[int | None] = WorkItem(partial(self._save, job), partial(self._saved, job), None)
+            self._saving.give(item)
 
     def fence(self, blocks: set[int]) -> None:
         """These engine blocks get new owners now. A save that copies them may end within `FENCE_SECONDS`."""

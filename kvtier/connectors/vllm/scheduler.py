@@ -62,7 +62,7 @@ class SchedulerHalf:
         self._hash_tokens = kv_config.hash_block_size or config.cache_config.hash_block_size or self._block_tokens[0]
         self._align = math.lcm(*self._tokens)
         self._windows = [window_of(group.kv_cache_spec) for group in kv_config.kv_cache_groups]
-        # A load of several groups, or of a window that needs all its blocks, is whole or failed: only async ones say so.
+        # A load of several groups, or a window that needs all its blocks, is whole or failed: only async loads say so.
         self._all_or_nothing = len(self._tokens) > 1 or any(self._windows)
         self._sync = settings.load == "sync" and not self._all_or_nothing
         self.manager: Any = None  # the engine's cache manager, once there is one
