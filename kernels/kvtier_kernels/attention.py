@@ -16,24 +16,11 @@ import triton
 import triton.language as tl
 
 from kvtier.errors import Invalid
-from kvtier_kernels import tuning
+from kvtier_kernels import tile, tuning
 from kvtier_kernels.merge import merge
 from kvtier_kernels.paged import SCALES, Paged, Rows
-from kvtier_kernels.tile import (
-    LOG2E,
-    MIXED,
-    NATIVE,
-    NONE,
-    UNIT,
-    WEIGHT,
-    by_channel,
-    elements,
-    finish,
-    places,
-    softmax,
-    spread,
-    token_scales,
-)
+from kvtier_kernels.reference import described
+from kvtier_kernels.tile import LOG2E, MIXED, NATIVE, NONE, UNIT, WEIGHT
 
 
 @triton.jit
@@ -43,33 +30,32 @@ def step(
     KEY_SCALES: tl.constexpr, VALUE_SCALES: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr,
 ):  # fmt: skip
-    """Attends to tile j, tokens [j * TILE, (j + 1) * TILE) before `end`. Row m sees positions from first_seen[m] to
-    last_seen[m]."""
+    """Attends to tokens [j * TILE, (j + 1) * TILE) before `end`. Row m sees first_seen[m] to last_seen[m]."""
     d, dv = tl.arange(0, D), tl.arange(0, DV)
-    t, page, within = places(j, table, end, PAGE, TILE)
+    t, page, within = tile.places(j, table, end, PAGE, TILE)
     live = t < end
     if WINDOWED:
         live = live & (t >= tl.min(first_seen, axis=0))
     restored = live
     if FORM == MIXED:
-        restored = spread(tl.load(flags + page).to(tl.int32), within, TILE) != 0
-    k = elements(keys, page, within, head, live, restored, d, WIDTH, TILE, FORM)
-    scale = token_scales(keys, page, within, head, live, restored, TILE, KEY_SCALES, FORM)
+        restored = tile.spread(tl.load(flags + page).to(tl.int32), within, TILE) != 0
+    k = tile.elements(keys, page, within, head, live, restored, d, WIDTH, TILE, FORM)
+    scale = tile.token_scales(keys, page, within, head, live, restored, TILE, KEY_SCALES, FORM)
     if KEY_SCALES == 3 and FORM != NATIVE:
-        k, most = by_channel(keys, k, page, head, restored, d, WIDTH)
+        k, most = tile.by_channel(keys, k, page, head, restored, d, WIDTH)
         scale = scale * most
     s = tl.dot(q, tl.trans(k)) * (scale * factor)[None, :]
     visible = live[None, :] & (t[None, :] <= last_seen[:, None])
     if WINDOWED:
         visible = visible & (t[None, :] >= first_seen[:, None])
-    p, decay, top, total = softmax(s, visible, top, total, cap, CAPPED)
-    v = elements(values, page, within, head, live, restored, dv, VALUE_WIDTH, TILE, FORM)
+    p, decay, top, total = tile.softmax(s, visible, top, total, cap, CAPPED)
+    v = tile.elements(values, page, within, head, live, restored, dv, VALUE_WIDTH, TILE, FORM)
     if FORM == NATIVE:
         acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None])
     else:
-        scale = token_scales(values, page, within, head, live, restored, TILE, VALUE_SCALES, FORM)
+        scale = tile.token_scales(values, page, within, head, live, restored, TILE, VALUE_SCALES, FORM)
         if VALUE_SCALES == 3:
-            v, most = by_channel(values, v, page, head, restored, dv, VALUE_WIDTH)
+            v, most = tile.by_channel(values, v, page, head, restored, dv, VALUE_WIDTH)
             scale = scale * most
         higher = tl.maximum(unit, tl.max(tl.where(live, scale, 0.0), axis=0))
         weights = p * tl.where(live, scale * (WEIGHT / higher), 0.0)[None, :]
@@ -85,8 +71,7 @@ def _decode(
     TILE: tl.constexpr, SPLITS: tl.constexpr, FORM: tl.constexpr, KEY_SCALES: tl.constexpr, VALUE_SCALES: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
-    """One sequence, KV head and part of the keys. queries are Rows (page = sequence); outputs [sequences, heads,
-    SPLITS, VALUE_WIDTH], lses likewise."""
+    """One sequence, KV head and part of the keys. queries: Rows (page = sequence); outputs, lses: as `merge` takes."""
     sequence, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     m, d, dv = tl.arange(0, M), tl.arange(0, D), tl.arange(0, DV)
     end = tl.load(lengths + sequence)
@@ -117,13 +102,10 @@ def _decode(
     sink = tl.full([M], NONE, tl.float32)
     if SINKS:
         sink = tl.load(sinks + head * GROUP + m, mask=m < tl.where(part == 0, GROUP, 0), other=NONE)
-    output, lse = finish(acc, top, total, unit, sink, SINKS)
+    output, lse = tile.finish(acc, top, total, unit, sink, SINKS)
     row = ((sequence * kv_heads + head) * GROUP + m) * SPLITS + part
-    tl.store(
-        outputs + row[:, None] * VALUE_WIDTH + dv[None, :],
-        output,
-        mask=(m < GROUP)[:, None] & (dv < VALUE_WIDTH)[None, :],
-    )
+    inside = (m < GROUP)[:, None] & (dv < VALUE_WIDTH)[None, :]
+    tl.store(outputs + row[:, None] * VALUE_WIDTH + dv[None, :], output, mask=inside)
     tl.store(lses + row, lse, mask=m < GROUP)
 
 
@@ -163,11 +145,10 @@ def decode(
     tune = tuning.decode(max(width, value_width), cache.tokens, 3 in modes)
     parts = splits or tuning.splits(queries.device, sequences * kv_heads, -(-most // tune.tile))
     dtype = dtype or queries.dtype
-    outputs = torch.empty(
-        (sequences, heads, parts, value_width), dtype=dtype if parts == 1 else torch.float32, device=queries.device
-    )
-    lses = torch.empty((sequences, heads, parts), dtype=torch.float32, device=queries.device)
-    known = tuning.knows_e4m3(queries.device)
+    shape, device = (sequences, heads, parts), queries.device
+    outputs = torch.empty((*shape, value_width), dtype=dtype if parts == 1 else torch.float32, device=device)
+    lses = torch.empty(shape, dtype=torch.float32, device=device)
+    known = tuning.knows_e4m3(device)
     flags = cache.flags if cache.flags is not None else table
     _decode[(sequences, kv_heads, parts)](
         Rows(queries, queries.stride(0), queries.stride(1), 0), cache.keys.side(known), cache.values.side(known), flags,
@@ -186,22 +167,12 @@ def check(
     queries: torch.Tensor, cache: Paged, table: torch.Tensor, lengths: torch.Tensor, sinks: torch.Tensor | None
 ) -> int:
     """Raises Invalid unless all fit together, and returns the query heads of one KV head. Shared with `prefill`."""
-    if (
-        queries.dim() != 3
-        or queries.stride(2) != 1
-        or queries.shape[2] != cache.keys.width
-        or queries.shape[1] % cache.heads
-    ):
-        raise Invalid(f"queries {tuple(queries.shape)} do not fit {cache.heads} KV heads of width {cache.keys.width}")
-    if any(stride % 16 for stride in queries.stride()[:2]) or queries.dtype not in (
-        torch.bfloat16,
-        torch.float16,
-        torch.float32,
-    ):
-        raise Invalid(
-            f"queries are bf16, fp16 or f32 with rows on multiples of 16 elements, not {queries.dtype} of strides "
-            f"{queries.stride()}"
-        )
+    width, strides = cache.keys.width, queries.stride()
+    if queries.dim() != 3 or strides[2] != 1 or queries.shape[2] != width or queries.shape[1] % cache.heads:
+        raise Invalid(f"queries {tuple(queries.shape)} do not fit {cache.heads} KV heads of width {width}")
+    if queries.dtype not in (torch.bfloat16, torch.float16, torch.float32) or strides[0] % 16 or strides[1] % 16:
+        wanted = "bf16, fp16 or f32 with rows on multiples of 16 elements"
+        raise Invalid(f"queries are {wanted}, not {queries.dtype} of strides {strides}")
     if cache.device != queries.device or (sinks is not None and sinks.device != queries.device):
         raise Invalid(f"cache and sinks must be on {queries.device}, like the queries")
     for plane in cache:
@@ -212,11 +183,9 @@ def check(
         raise Invalid(f"a page must have 16 tokens or a larger power of two, not {cache.tokens}")
     for name, x, dims in (("table", table, 2), ("lengths", lengths, 1)):
         if x.dtype != torch.int32 or x.dim() != dims or x.stride(dims - 1) != 1 or x.device != queries.device:
-            raise Invalid(
-                f"{name} must be int32 of {dims} dimensions beside the queries, not {x.dtype} of shape {tuple(x.shape)}"
-            )
+            raise Invalid(f"{name} must be int32 of {dims} dimensions beside the queries, not {described(x)}")
     if sinks is not None and (sinks.dtype != torch.float32 or sinks.shape != (queries.shape[1],)):
-        raise Invalid(f"sinks must be f32 [{queries.shape[1]}], not {sinks.dtype} of shape {tuple(sinks.shape)}")
+        raise Invalid(f"sinks must be f32 [{queries.shape[1]}], not {described(sinks)}")
     if table.shape[0] != lengths.shape[0]:
         raise Invalid(f"{table.shape[0]} tables for {lengths.shape[0]} sequences")
     return queries.shape[1] // cache.heads

@@ -20,6 +20,7 @@ from kvtier.errors import Invalid
 from kvtier.format.layout import ITEM_BYTES, SCALE_BYTES, Extents, pad
 from kvtier.format.layout import Part as LayoutPart
 from kvtier_kernels.paged import Paged, Plane
+from kvtier_kernels.reference import described
 
 # Fields of a table's row. Offsets of the caches count elements of the view concerned, those of the body elements of
 # what is written there.
@@ -31,22 +32,17 @@ SCALE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @triton.jit
 def token_rows(page_of, t, live, rows, PAGE: tl.constexpr):
-    """Offsets of tokens `t` of a block whose page ids start at `page_of`, within one head's rows; 64 bits, as caches
-    exceed 2^31 elements."""
+    """Offsets of tokens `t` of a block with page ids from `page_of` in a head's rows; 64 bits: caches exceed 2^31."""
     page = tl.load(page_of + t // PAGE, mask=live, other=0).to(tl.int64)
     return tl.multiple_of(page * rows.page + (t % PAGE) * rows.token, 16)
 
 
 @triton.jit
-def zero_padding(body_bytes, entry, active, AT: tl.constexpr, SIZE: tl.constexpr):
-    """Zeros behind the scales of a head's run that starts at `body_bytes`, if `active`: padding is content too, equal
-    KV makes equal bytes."""
+def zero_padding(body_bytes, entry, active):
+    """Zeros behind the scales of a head's run at `body_bytes`, if `active`: equal KV makes equal bytes, padding too."""
     i = tl.arange(0, 16)
-    tl.store(
-        body_bytes + tl.load(entry + AT) + i,
-        tl.zeros([16], tl.uint8),
-        mask=i < tl.where(active, tl.load(entry + SIZE), 0),
-    )
+    nbytes = tl.where(active, tl.load(entry + PAD_BYTES), 0)
+    tl.store(body_bytes + tl.load(entry + PAD_AT) + i, tl.zeros([16], tl.uint8), mask=i < nbytes)
 
 
 @triton.jit
@@ -58,13 +54,16 @@ def _mark(flags, pages, count, FP8: tl.constexpr, N: tl.constexpr):
 
 @dataclass(frozen=True, slots=True)
 class Sort:
-    """Parts that one launch can walk. `first` is the plane that offsets count from; `index` in the table is layer *
-    parts + part, for counts."""
+    """Parts of one launch. `first`: the plane that offsets count from; the table's `index`: layer * parts + part."""
 
     part: LayoutPart
     first: Plane
     table: torch.Tensor
     rows: int
+
+    def scales(self, bodies: torch.Tensor) -> torch.Tensor:
+        """Bodies as elements of the parts' scales; as they are for native parts, which have none."""
+        return bodies if self.part.native else bodies.view(SCALE_TYPES[self.part.scale_dtype])
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,38 +96,21 @@ class BatchPlan:
     def check(self, pages: torch.Tensor, bodies: torch.Tensor) -> int:
         """Raises Invalid unless these are page ids [blocks, pages of a block] and bodies [blocks, >= body_bytes] on 16
         bytes; returns the blocks."""
-        if (
-            pages.dim() != 2
-            or pages.shape[1] != self.pages
-            or pages.dtype not in (torch.int32, torch.int64)
-            or not pages.is_contiguous()
-        ):
-            raise Invalid(
-                f"page ids must be int32 or int64 [blocks, {self.pages}], contiguous, not {pages.dtype} of shape "
-                f"{tuple(pages.shape)}"
-            )
-        if (
-            bodies.dim() != 2
-            or bodies.dtype != torch.uint8
-            or bodies.shape[0] < pages.shape[0]
-            or bodies.shape[1] < self.extents.body_bytes
-        ):
-            raise Invalid(
-                f"bodies must be uint8 [{pages.shape[0]}, {self.extents.body_bytes}], not {bodies.dtype} of shape "
-                f"{tuple(bodies.shape)}"
-            )
+        ids = pages.dtype in (torch.int32, torch.int64) and pages.is_contiguous()
+        if not ids or pages.shape[1:] != (self.pages,):
+            raise Invalid(f"page ids must be int32 or int64 [blocks, {self.pages}], contiguous, not {described(pages)}")
+        blocks, nbytes = pages.shape[0], self.extents.body_bytes
+        if bodies.dim() != 2 or bodies.dtype != torch.uint8 or bodies.shape[0] < blocks or bodies.shape[1] < nbytes:
+            raise Invalid(f"bodies must be uint8 [{blocks}, {nbytes}], not {described(bodies)}")
         if bodies.stride(1) != 1 or bodies.stride(0) % 16 or bodies.data_ptr() % 16:
             raise Invalid("bodies must be contiguous runs on multiples of 16 bytes")
         if pages.device != self.device or bodies.device != self.device:
-            raise Invalid(
-                f"the caches are on {self.device}, page ids on {pages.device} and bodies on {bodies.device}: all must "
-                "be on one device"
-            )
-        return pages.shape[0]
+            found = f"the caches are on {self.device}, page ids on {pages.device} and bodies on {bodies.device}"
+            raise Invalid(f"{found}: all must be on one device")
+        return blocks
 
     def mark(self, pages: torch.Tensor, fp8: bool) -> None:
-        """Sets the flags of these pages, where there are flags; ids below 0 are skipped. One launch on the current
-        stream."""
+        """Sets the flags of these pages, if there are any; ids below 0 are skipped. Launched on the current stream."""
         if self.flags is not None and pages.numel():
             _mark[(-(-pages.numel() // 256),)](self.flags, pages, pages.numel(), FP8=int(fp8), N=256, num_warps=1)
 
@@ -144,9 +126,8 @@ def plan(extents: Extents, caches: Sequence[Paged]) -> BatchPlan:
     group = extents.group
     layers, heads = extents.range_layers, extents.head_count
     if group.kind != "attention" or len(caches) != len(layers):
-        raise Invalid(
-            f"a plan needs an attention group and one cache for each of its {len(layers)} layers, not {len(caches)}"
-        )
+        wanted = f"an attention group and one cache for each of its {len(layers)} layers"
+        raise Invalid(f"a plan needs {wanted}, not {len(caches)}")
     page = caches[0].tokens
     if any(cache.tokens != page or cache.heads != heads for cache in caches) or group.engine_tokens % page:
         raise Invalid(f"caches must have {heads} heads and one page size that divides {group.engine_tokens} tokens")
@@ -165,18 +146,10 @@ def plan(extents: Extents, caches: Sequence[Paged]) -> BatchPlan:
             parts.setdefault(key, part)
             last, scale_size = place.scales + place.scale_bytes, SCALE_BYTES[part.scale_dtype]
             if not part.native and place.scales % scale_size:
-                raise Invalid(
-                    f"scales of {part.name} in layer {layer.index} start at byte {place.scales}, not on a multiple of "
-                    "their size"
-                )
-            row = [
-                place.data // ITEM_BYTES[part.dtype],
-                place.scales // scale_size,
-                last,
-                (pad(last) - last) * (j == 1),
-                i * 2 + j,
-            ]
-            sorts.setdefault(key, []).append((plane, row))
+                where = f"scales of {part.name} in layer {layer.index} start at byte {place.scales}"
+                raise Invalid(f"{where}, not on a multiple of their size")
+            starts = place.data // ITEM_BYTES[part.dtype], place.scales // scale_size
+            sorts.setdefault(key, []).append((plane, [*starts, last, (pad(last) - last) * (j == 1), i * 2 + j]))
     device = caches[0].device
     made = tuple(_sort(parts[key], found, device) for key, found in sorts.items())
     return BatchPlan(extents, made, heads, len(layers), 2, page, next(iter(flags.values()), None), device)
@@ -211,24 +184,18 @@ def _offsets(plane: Plane, first: Plane) -> list[int]:
 
 def _check(part: LayoutPart, plane: Plane) -> None:
     if part.width != plane.width or part.width % 16:
-        raise Invalid(
-            f"{part.name} has width {part.width} in the layout and {plane.width} in the cache; both must be one "
-            "multiple of 16"
-        )
+        widths = f"{part.name} has width {part.width} in the layout and {plane.width} in the cache"
+        raise Invalid(f"{widths}; both must be one multiple of 16")
     if part.native:
         if part.dtype not in _NATIVE or plane.native is None or plane.native.dtype != _NATIVE[part.dtype]:
             raise Invalid(f"native {part.name} of dtype {part.dtype} needs a cache of that format")
         return
     if part.dtype != "e4m3fn":
-        raise Invalid(
-            f"kvtier's kernels read and write e4m3fn only, not {part.dtype}: the formats share bytes but not their "
-            "meaning"
-        )
+        why = "the formats share bytes but not their meaning"
+        raise Invalid(f"kvtier's kernels read and write e4m3fn only, not {part.dtype}: {why}")
     if part.scale_dtype not in SCALE_TYPES or (part.granularity in ("tensor", "head") and part.scale_dtype != "fp32"):
-        raise Invalid(
-            f"scales of {part.name} must be fp32, or bf16 where they come from the block, not {part.scale_dtype}"
-        )
+        wanted = "fp32, or bf16 where they come from the block"
+        raise Invalid(f"scales of {part.name} must be {wanted}, not {part.scale_dtype}")
     if plane.granularity not in ("none", part.granularity) and (plane.codes is not None or plane.scales is not None):
-        raise Invalid(
-            f"{part.name} has granularity {part.granularity} in the layout and {plane.granularity} in the cache"
-        )
+        found = f"{part.granularity} in the layout and {plane.granularity} in the cache"
+        raise Invalid(f"{part.name} has granularity {found}")

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from kvtier.errors import Invalid
 from kvtier_kernels import tuning
-from kvtier_kernels.batch_plan import DATA_AT, FIELDS, NATIVE_AT, SCALE_TYPES, SCALES_AT, BatchPlan, Sort
+from kvtier_kernels.batch_plan import DATA_AT, FIELDS, NATIVE_AT, SCALES_AT, BatchPlan, Sort
 from kvtier_kernels.fp8 import decode
 from kvtier_kernels.paged import SCALES, rows
 
@@ -43,9 +43,8 @@ def _expand(
     entry = table + row * FIELDS
     d = tl.arange(0, WIDE)
     target = native.start + tl.multiple_of(tl.load(entry + NATIVE_AT), 8) + page * native.page + head * native.head
-    data = (
-        bodies + block * pitch + head * head_stride + tl.multiple_of(tl.load(entry + DATA_AT), 8 if SCALES == 0 else 16)
-    )
+    at_data = tl.multiple_of(tl.load(entry + DATA_AT), 8 if SCALES == 0 else 16)
+    data = bodies + block * pitch + head * head_stride + at_data
     scales = body_scales + block * scale_pitch + head * scale_head_stride + tl.load(entry + SCALES_AT)
     e = first // TOKENS
     for at in range(0, PAGE, TILE):
@@ -60,16 +59,12 @@ def _expand(
                 x = wide * tl.load(scales + first + t, mask=t < PAGE, other=0.0).to(tl.float32)[:, None]
             else:
                 x = wide * tl.load(scales + e * WIDTH + d, mask=d < WIDTH, other=0.0).to(tl.float32)[None, :]
-        tl.store(
-            target + tl.multiple_of(t * native.token, 16)[:, None] + d[None, :],
-            x.to(native.start.dtype.element_ty),
-            mask=inside,
-        )
+        to = target + tl.multiple_of(t * native.token, 16)[:, None] + d[None, :]
+        tl.store(to, x.to(native.start.dtype.element_ty), mask=inside)
 
 
 class Expander:
-    """Expands blocks, if `enabled`, and counts what that costs: launches, blocks, bytes read and written, seconds on
-    the device."""
+    """Expands blocks, if `enabled`, and counts launches, blocks, bytes read and written, seconds on the device."""
 
     def __init__(self, enabled: bool = False) -> None:
         self.enabled = enabled
@@ -104,16 +99,11 @@ class Expander:
             self._settle(PENDING)
         else:
             self._seconds += time.perf_counter() - began
-        native = (
-            blocks
-            * plan.heads
-            * plan.extents.group.tokens
-            * sum(sort.rows * sort.part.width * 2 for sort in plan.sorts)
-        )
+        widths = sum(sort.rows * sort.part.width for sort in plan.sorts)
         self.launches += len(plan.sorts)
         self.blocks += blocks
         self.bytes_read += blocks * plan.extents.body_bytes
-        self.bytes_written += native
+        self.bytes_written += blocks * plan.heads * plan.extents.group.tokens * widths * 2
 
     @property
     def seconds(self) -> float:
@@ -135,7 +125,7 @@ def _launch(plan: BatchPlan, sort: Sort, bodies: torch.Tensor, pages: torch.Tens
     data = bodies.view(native.dtype) if part.native else bodies
     if not part.native and tuning.knows_e4m3(plan.device):
         data = bodies.view(torch.float8_e4m3fn)
-    scales = bodies if part.native else bodies.view(SCALE_TYPES[part.scale_dtype])
+    scales = sort.scales(bodies)
     stride, wide = plan.extents.head_stride, triton.next_power_of_2(part.width)
     tune = tuning.copying(plan.page, wide)
     _expand[(pages.numel(), sort.rows, plan.heads)](

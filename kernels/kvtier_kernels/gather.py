@@ -9,26 +9,12 @@ nonfinite. One program per engine block, head and part; runs on the current stre
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from kvtier_kernels import paged, tuning
-from kvtier_kernels.batch_plan import (
-    CODES_AT,
-    DATA_AT,
-    FIELDS,
-    INDEX,
-    PAD_AT,
-    PAD_BYTES,
-    SCALE_TYPES,
-    SCALES_AT,
-    SLOT_SCALES_AT,
-    BatchPlan,
-    Sort,
-    token_rows,
-    zero_padding,
-)
+from kvtier_kernels import batch_plan, paged, tuning
+from kvtier_kernels.batch_plan import CODES_AT, DATA_AT, FIELDS, INDEX, SCALES_AT, SLOT_SCALES_AT, BatchPlan, Sort
 from kvtier_kernels.paged import SCALES, Side
 
 _CHANNEL_ROWS = tl.constexpr(paged.CHANNEL_ROWS)
@@ -42,8 +28,7 @@ def _gather(
     BLOCKS: tl.constexpr, PAGE: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr,
     HEADS: tl.constexpr, INDICES: tl.constexpr,
 ):  # fmt: skip
-    """One engine block of one head and part. SCALES as in `paged`; PER_BLOCK: each engine block has its own, else the
-    block has one."""
+    """One engine block of one head and part. SCALES as in `paged`; PER_BLOCK: scales of each engine block, else one."""
     one, row, head = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     block, e = one // BLOCKS, one % BLOCKS
     first = e * TOKENS
@@ -63,21 +48,16 @@ def _gather(
         tl.store(scales + (e if PER_BLOCK else 0), scale.to(scales.dtype.element_ty))
     elif SCALES == 3:
         each: tl.constexpr = WIDTH // _CHANNEL_ROWS
-        scale = tl.load(
-            slot_scales + page * side.scales.page + (d // each) * side.scales.token + d % each,
-            mask=d < WIDTH,
-            other=0.0,
-        )
+        at = page * side.scales.page + (d // each) * side.scales.token + d % each
+        scale = tl.load(slot_scales + at, mask=d < WIDTH, other=0.0)
         tl.store(scales + e * WIDTH + d, scale.to(scales.dtype.element_ty), mask=d < WIDTH)
-    clips = tl.zeros([TILE], tl.int32)
-    odd = tl.zeros([TILE], tl.int32)
+    clips, odd = tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.int32)
     for at in range(0, TOKENS, TILE):
         t = at + tl.arange(0, TILE)
         live = t < TOKENS
         inside = live[:, None] & (d < WIDTH)[None, :]
-        codes = tl.load(
-            source + token_rows(page_of, first + t, live, side.codes, PAGE)[:, None] + d[None, :], mask=inside, other=0
-        )
+        at = batch_plan.token_rows(page_of, first + t, live, side.codes, PAGE)
+        codes = tl.load(source + at[:, None] + d[None, :], mask=inside, other=0)
         tl.store(data + (first + t)[:, None] * WIDTH + d[None, :], codes, mask=inside)
         if SCALES == 2:
             spot = tl.load(page_of + (first + t) // PAGE, mask=live, other=0).to(tl.int64) * side.scales.page
@@ -90,41 +70,30 @@ def _gather(
     tl.store(nonfinite + count, tl.sum(odd, axis=0))
     if TOPS:
         tl.store(clipped + count, tl.sum(clips, axis=0))
-    zero_padding(bodies + block * pitch + head * head_stride, entry, e == 0, PAD_AT, PAD_BYTES)
+    batch_plan.zero_padding(bodies + block * pitch + head * head_stride, entry, e == 0)
 
 
-def gather(
-    plan: BatchPlan,
-    pages: torch.Tensor,
-    bodies: torch.Tensor,
-    nonfinite: torch.Tensor,
-    clipped: torch.Tensor | None = None,
-) -> None:
+def gather(plan: BatchPlan, pages: Tensor, bodies: Tensor, nonfinite: Tensor, clipped: Tensor | None = None) -> None:
     """Writes the bodies of blocks whose pages hold FP8; pages whose flag says native are left out, as are native parts.
 
     pages and bodies as in `quantize`, padding included. nonfinite and clipped: int32 [blocks * engine blocks, layers,
     parts, heads], of which the entries of gathered parts are set; codes at the top are counted if `clipped` is given.
     """
-    blocks = plan.check(pages, bodies)
+    if not plan.check(pages, bodies):
+        return
     for sort in plan.sorts:
-        if sort.part.native or sort.first.codes is None or not blocks:
+        if sort.part.native or sort.first.codes is None:
             continue
-        _launch(plan, sort, pages, bodies, nonfinite, clipped, blocks)
+        _launch(plan, sort, pages, bodies, nonfinite, clipped)
 
 
 def _launch(
-    plan: BatchPlan,
-    sort: Sort,
-    pages: torch.Tensor,
-    bodies: torch.Tensor,
-    nonfinite: torch.Tensor,
-    clipped: torch.Tensor | None,
-    blocks: int,
+    plan: BatchPlan, sort: Sort, pages: Tensor, bodies: Tensor, nonfinite: Tensor, clipped: Tensor | None
 ) -> None:
-    part, scales = sort.part, bodies.view(SCALE_TYPES[sort.part.scale_dtype])
+    part, scales = sort.part, sort.scales(bodies)
     stride, wide = plan.extents.head_stride, triton.next_power_of_2(part.width)
     tune = tuning.copying(plan.tokens, wide)
-    _gather[(blocks * plan.engine_blocks, sort.rows, plan.heads)](
+    _gather[(len(pages) * plan.engine_blocks, sort.rows, plan.heads)](
         Side(*sort.first.side(False)), bodies, scales, nonfinite if clipped is None else clipped, nonfinite, pages,
         pages if plan.flags is None else plan.flags, sort.table, bodies.stride(0), scales.stride(0), stride,
         stride // scales.element_size(),

@@ -38,8 +38,7 @@ def _tensor(data: Any, dtype: Any) -> torch.Tensor:
 
 
 def _convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
-    """`data` of the one float format in the other, to nearest even; e4m3fn and e5m2 saturate (cvt.rn.satfinite) and
-    keep NaN."""
+    """`data` of one float format in another, to nearest even; FP8 saturates (cvt.rn.satfinite) and keeps NaN."""
     toward_zero = getattr(interpreter._ir.ROUNDING_MODE, "RTZ", None)
     if source not in TORCH or target not in TORCH or (rounding is not None and rounding == toward_zero):
         return _stock_convert(data, source, target, rounding)
@@ -56,9 +55,8 @@ def _dot(builder: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imp
 
     def plain(handle: Any) -> Any:
         dtype = handle.dtype.scalar
-        return (
-            _tensor(handle.data, dtype).float().numpy() if dtype in TORCH and dtype is not tl.float32 else handle.data
-        )
+        small = dtype in TORCH and dtype is not tl.float32
+        return _tensor(handle.data, dtype).float().numpy() if small else handle.data
 
     product = np.matmul(plain(a), plain(b), dtype=d.data.dtype)
     return interpreter.TensorHandle(product + d.data, d.dtype.scalar)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from kvtier.errors import Invalid
 
@@ -36,25 +37,17 @@ def _merge(
     tl.store(lse + row, tl.where(total > 0, top + tl.log(safe), float("-inf")))
 
 
-def merge(
-    outputs: torch.Tensor, lses: torch.Tensor, dtype: torch.dtype = torch.float32
-) -> tuple[torch.Tensor, torch.Tensor]:
+def merge(outputs: Tensor, lses: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """outputs f32 [..., parts, width] and lses f32 [..., parts] of the same queries, contiguous -> out `dtype` [...,
     width] and lse f32 [...].
 
     At most MOST parts. Raises Invalid for shapes and formats.
     """
     parts, width = outputs.shape[-2:]
-    if (
-        outputs.shape[:-1] != lses.shape
-        or outputs.dtype != torch.float32
-        or lses.dtype != torch.float32
-        or not 1 <= parts <= MOST
-    ):
-        raise Invalid(
-            f"merge takes f32 outputs [..., 1 to {MOST} parts, width] and lses, not {tuple(outputs.shape)} and "
-            f"{tuple(lses.shape)}"
-        )
+    f32 = outputs.dtype == lses.dtype == torch.float32
+    if outputs.shape[:-1] != lses.shape or not f32 or not 1 <= parts <= MOST:
+        found = f"{tuple(outputs.shape)} and {tuple(lses.shape)}"
+        raise Invalid(f"merge takes f32 outputs [..., 1 to {MOST} parts, width] and lses, not {found}")
     if not (outputs.is_contiguous() and lses.is_contiguous()):
         raise Invalid("merge takes contiguous tensors")
     out = torch.empty((*outputs.shape[:-2], width), dtype=dtype, device=outputs.device)

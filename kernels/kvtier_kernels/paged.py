@@ -23,9 +23,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from kvtier.errors import Invalid
 from kvtier.format.layout import GRANULARITIES
+from kvtier_kernels.reference import described
 
 NATIVE, FP8, MIXED = 0, 1, 2  # what a cache's pages hold; MIXED: each page's flag says which
 WIDTHS = (64, 96, 128, 192, 256)  # head dims that are compiled, checked and tested
@@ -61,9 +63,9 @@ class Plane:
              width / 16 in each of 16 rows
     """
 
-    native: torch.Tensor | None
-    codes: torch.Tensor | None
-    scales: torch.Tensor | None
+    native: Tensor | None
+    codes: Tensor | None
+    scales: Tensor | None
     granularity: str
 
     def __post_init__(self) -> None:
@@ -71,32 +73,25 @@ class Plane:
             raise Invalid(f"granularity must be one of {sorted(GRANULARITIES)}, not {self.granularity!r}")
         if self.native is None and self.codes is None:
             raise Invalid("a plane has native elements, codes, or both")
-        for name, view, dtypes in (
-            ("native", self.native, (torch.bfloat16, torch.float16)),
-            ("codes", self.codes, (torch.uint8,)),
-        ):
+        natives = (torch.bfloat16, torch.float16)
+        for name, view, dtypes in (("native", self.native, natives), ("codes", self.codes, (torch.uint8,))):
             if view is None:
                 continue
             if view.dim() != 4 or view.dtype not in dtypes or view.shape != self.any.shape:
-                raise Invalid(
-                    f"{name} must be {dtypes} of shape [pages, heads, tokens, width], not {view.dtype} of shape "
-                    f"{tuple(view.shape)}"
-                )
+                wanted = f"{dtypes} of shape [pages, heads, tokens, width]"
+                raise Invalid(f"{name} must be {wanted}, not {described(view)}")
+            strides = view.stride()
             # Kernels promise the compiler rows on multiples of 16 elements, or every load becomes one of single bytes.
-            if view.stride(3) != 1 or any(stride % 16 for stride in view.stride()[:3]) or view.data_ptr() % 16:
-                raise Invalid(
-                    f"rows of {name} must start on multiples of 16 elements and be contiguous; strides are "
-                    f"{view.stride()}"
-                )
+            if strides[3] != 1 or any(stride % 16 for stride in strides[:3]) or view.data_ptr() % 16:
+                wanted = "start on multiples of 16 elements and be contiguous"
+                raise Invalid(f"rows of {name} must {wanted}; strides are {strides}")
             # Pages are counted in 64 bits, heads and tokens within one in 32.
-            if (view.shape[1] - 1) * view.stride(1) + (view.shape[2] - 1) * view.stride(2) + view.shape[3] > 2**31:
-                raise Invalid(
-                    f"the heads and tokens of one page of {name} must lie within 2^31 elements; strides are "
-                    f"{view.stride()}"
-                )
+            if (view.shape[1] - 1) * strides[1] + (view.shape[2] - 1) * strides[2] + view.shape[3] > 2**31:
+                page = f"the heads and tokens of one page of {name}"
+                raise Invalid(f"{page} must lie within 2^31 elements; strides are {strides}")
 
     @property
-    def any(self) -> torch.Tensor:
+    def any(self) -> Tensor:
         view = self.codes if self.native is None else self.native
         assert view is not None
         return view
@@ -106,46 +101,34 @@ class Plane:
         return self.any.shape[3]
 
     def side(self, fp8_type: bool) -> Side:
-        """The kernel argument. `fp8_type`: codes as float8_e4m3fn, where the chip knows it, else as uint8. What is
-        absent gets a pointer nobody reads."""
-        codes = self.any if self.codes is None else self.codes.view(torch.float8_e4m3fn) if fp8_type else self.codes
-        return Side(
-            rows(self.any if self.native is None else self.native),
-            rows(codes),
-            rows(self.any if self.scales is None else self.scales),
-        )
+        """The kernel argument. `fp8_type`: codes as float8_e4m3fn, not uint8. What is absent gets an unread pointer."""
+        codes = self.codes.view(torch.float8_e4m3fn) if self.codes is not None and fp8_type else self.codes
+        return Side(*(rows(self.any if view is None else view) for view in (self.native, codes, self.scales)))
 
 
-def rows(view: torch.Tensor) -> Rows:
+def rows(view: Tensor) -> Rows:
     """Pointer and strides of a view [pages, heads, rows, width]."""
     return Rows(view, *view.stride()[:3])
 
 
 @dataclass(frozen=True, slots=True)
 class Paged:
-    """K and V of one layer. flags: uint8 [pages], 1 where a page holds FP8; needed where pages may hold either, else
-    None."""
+    """K and V of one layer. flags: uint8 [pages], 1 where a page holds FP8; None where pages cannot hold either."""
 
     keys: Plane
     values: Plane
-    flags: torch.Tensor | None = None
+    flags: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.keys.any.shape[:3] != self.values.any.shape[:3]:
-            raise Invalid(
-                f"K {tuple(self.keys.any.shape)} and V {tuple(self.values.any.shape)} differ in pages, heads or tokens"
-            )
+        keys, values = tuple(self.keys.any.shape), tuple(self.values.any.shape)
+        if keys[:3] != values[:3]:
+            raise Invalid(f"K {keys} and V {values} differ in pages, heads or tokens")
         if _form(self.keys) != _form(self.values):
             raise Invalid("K and V of a layer are both native, both FP8 or both either")
         if (self.flags is not None) != (self.form == MIXED):
             raise Invalid("flags are needed where pages may hold native or FP8, and only there")
-        if self.flags is not None and (
-            self.flags.dtype != torch.uint8 or self.flags.shape != (self.keys.any.shape[0],)
-        ):
-            raise Invalid(
-                f"flags must be uint8 of shape [{self.keys.any.shape[0]}], not {self.flags.dtype} of shape "
-                f"{tuple(self.flags.shape)}"
-            )
+        if self.flags is not None and (self.flags.dtype != torch.uint8 or self.flags.shape != keys[:1]):
+            raise Invalid(f"flags must be uint8 of shape [{keys[0]}], not {described(self.flags)}")
 
     @property
     def form(self) -> int:
@@ -172,14 +155,12 @@ def _form(plane: Plane) -> int:
     return NATIVE if plane.codes is None else FP8 if plane.native is None else MIXED
 
 
-def native(keys: torch.Tensor, values: torch.Tensor) -> Paged:
+def native(keys: Tensor, values: Tensor) -> Paged:
     """A cache that never holds FP8: an excluded layer, or mode `native`."""
     return Paged(Plane(keys, None, None, "none"), Plane(values, None, None, "none"))
 
 
-def split(
-    keys: torch.Tensor, values: torch.Tensor, flags: torch.Tensor, granularity: tuple[str, str] = ("head", "head")
-) -> Paged:
+def split(keys: Tensor, values: Tensor, flags: Tensor, granularity: tuple[str, str] = ("head", "head")) -> Paged:
     """K and V [pages, heads, tokens, width], each on rows of its own, whose pages may hold FP8 by their flag."""
     planes = []
     for x, kind in zip((keys, values), granularity, strict=True):
@@ -189,7 +170,7 @@ def split(
 
 
 def interleaved(
-    kv: torch.Tensor, key_width: int, flags: torch.Tensor | None, granularity: tuple[str, str] = ("head", "head")
+    kv: Tensor, key_width: int, flags: Tensor | None, granularity: tuple[str, str] = ("head", "head")
 ) -> Paged:
     """K|V on one row: kv [pages, heads, tokens, width of K + width of V]. Without flags it never holds FP8: what
     attention must be given for an excluded layer, as flags are common to all layers."""
@@ -203,33 +184,27 @@ def interleaved(
     return Paged(k, Plane(values, raw[..., key_width:both], value_scales, granularity[1]), flags)
 
 
-def fp8(keys: torch.Tensor, values: torch.Tensor, key_scales: torch.Tensor, value_scales: torch.Tensor) -> Paged:
-    """An FP8 engine's cache: codes [pages, heads, tokens, width] (float8_e4m3fn or uint8), static scales f32 [1] or
-    [heads]."""
+def fp8(keys: Tensor, values: Tensor, key_scales: Tensor, value_scales: Tensor) -> Paged:
+    """An FP8 engine's cache: codes [pages, heads, tokens, width] (e4m3fn or uint8), its scales f32 [1] or [heads]."""
     planes = []
     for codes, scales in ((keys, key_scales), (values, value_scales)):
         pages, heads = codes.shape[:2]
         if scales.dtype != torch.float32 or scales.numel() not in (1, heads):
-            raise Invalid(
-                f"static scales must be f32, 1 or {heads} of them, not {scales.dtype} of shape {tuple(scales.shape)}"
-            )
+            raise Invalid(f"static scales must be f32, 1 or {heads} of them, not {described(scales)}")
         spread = scales.reshape(1, -1, 1, 1).expand(pages, heads, 1, 1)
         planes.append(Plane(None, codes.view(torch.uint8), spread, "tensor" if scales.numel() == 1 else "head"))
     return Paged(*planes)
 
 
-def _raw(x: torch.Tensor) -> torch.Tensor:
+def _raw(x: Tensor) -> Tensor:
     if x.dim() != 4 or x.element_size() != 2 or x.stride(3) != 1:
-        raise Invalid(
-            f"a cache is bf16 or fp16 [pages, heads, tokens, width] with contiguous rows, not {x.dtype} of strides "
-            f"{x.stride()}"
-        )
+        wanted = "bf16 or fp16 [pages, heads, tokens, width] with contiguous rows"
+        raise Invalid(f"a cache is {wanted}, not {x.dtype} of strides {x.stride()}")
     return x.view(torch.uint8)
 
 
-def _slot_scales(raw: torch.Tensor, granularity: str, width: int, scale: int, channels: int) -> torch.Tensor:
-    """The view of the scales in native slots [pages, heads, tokens, bytes of a row], whose bytes from `scale` and
-    `channels` on are free."""
+def _slot_scales(raw: Tensor, granularity: str, width: int, scale: int, channels: int) -> Tensor:
+    """The scales in native slots [pages, heads, tokens, row bytes], free from bytes `scale` and `channels` on."""
     if granularity == "channel":
         if width % 16 or raw.shape[2] < CHANNEL_ROWS or channels + width // 4 > raw.shape[3]:
             raise Invalid(f"channel scales of width {width} do not fit a page of {raw.shape[2]} tokens")

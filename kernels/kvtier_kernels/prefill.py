@@ -24,24 +24,12 @@ import triton
 import triton.language as tl
 
 from kvtier.errors import Invalid
-from kvtier_kernels import paged, tuning
+from kvtier_kernels import paged, tile, tuning
 from kvtier_kernels.attention import check, step
 from kvtier_kernels.merge import merge
 from kvtier_kernels.paged import SCALES, Paged, Rows
-from kvtier_kernels.tile import (
-    FP8,
-    LOG2E,
-    NATIVE,
-    NONE,
-    UNIT,
-    WEIGHT,
-    finish,
-    offsets,
-    places,
-    rounded,
-    softmax,
-    token_scales,
-)
+from kvtier_kernels.reference import described
+from kvtier_kernels.tile import FP8, LOG2E, NATIVE, NONE, UNIT, WEIGHT
 
 DOTS = ("fp16", "qk", "qk+pv")
 PROMOTED = 128  # tokens after which an FP8 sum must be in FP32
@@ -56,23 +44,22 @@ def _fp8_step(
 ):  # fmt: skip
     """`attention.step` over a tile whose pages are all FP8, with FP8 dots; acc is in units of 1."""
     d, dv = tl.arange(0, D), tl.arange(0, DV)
-    t, page, within = places(j, table, end, PAGE, TILE)
+    t, page, within = tile.places(j, table, end, PAGE, TILE)
     live = t < end
-    at = offsets(keys.codes, page, within, head, TILE)
+    at = tile.offsets(keys.codes, page, within, head, TILE)
     k = tl.load(keys.codes.start + at[:, None] + d[None, :], mask=live[:, None] & (d < WIDTH)[None, :], other=0.0)
-    scale = token_scales(keys, page, within, head, live, live, TILE, KEY_SCALES, FP8)
+    scale = tile.token_scales(keys, page, within, head, live, live, TILE, KEY_SCALES, FP8)
     s = tl.dot(q8, tl.trans(k)) * q_scale[:, None] * (scale * factor)[None, :]
     visible = live[None, :] & (t[None, :] <= last_seen[:, None])
     if WINDOWED:
         visible = visible & (t[None, :] >= first_seen[:, None])
-    p, decay, top, total = softmax(s, visible, top, total, cap, CAPPED)
-    at = offsets(values.codes, page, within, head, TILE)
-    v = tl.load(
-        values.codes.start + at[:, None] + dv[None, :], mask=live[:, None] & (dv < VALUE_WIDTH)[None, :], other=0.0
-    )
-    scale = tl.where(live, token_scales(values, page, within, head, live, live, TILE, VALUE_SCALES, FP8), 0.0)
+    p, decay, top, total = tile.softmax(s, visible, top, total, cap, CAPPED)
+    at = tile.offsets(values.codes, page, within, head, TILE)
+    inside = live[:, None] & (dv < VALUE_WIDTH)[None, :]
+    v = tl.load(values.codes.start + at[:, None] + dv[None, :], mask=inside, other=0.0)
+    scale = tl.where(live, tile.token_scales(values, page, within, head, live, live, TILE, VALUE_SCALES, FP8), 0.0)
     if PV:
-        p8, undo = rounded(p * scale[None, :])
+        p8, undo = tile.rounded(p * scale[None, :])
         acc = acc * decay[:, None] + tl.dot(p8, v) * undo[:, None]
     else:
         most = tl.maximum(tl.max(scale, axis=0), UNIT)
@@ -125,7 +112,7 @@ def _prefill(
     if SPLIT:
         whole = tl.minimum(tl.load(leading + sequence) * PAGE // TILE, high)
     if QK:
-        q8, q_scale = rounded(q.to(tl.float32))
+        q8, q_scale = tile.rounded(q.to(tl.float32))
         for j in range(low, whole):
             acc, top, total = _fp8_step(
                 j, q8, q_scale, acc, top, total, first_seen, last_seen, keys, values, table, end, head, factor, cap,
@@ -145,12 +132,9 @@ def _prefill(
     sink = tl.full([M], NONE, tl.float32)
     if SINKS:
         sink = tl.load(sinks + q_head, mask=used, other=NONE)
-    output, lse = finish(acc, top, total, unit, sink, SINKS)
-    tl.store(
-        outputs + (row * out_token + q_head * out_head)[:, None] + dv[None, :],
-        output,
-        mask=used[:, None] & (dv < VALUE_WIDTH)[None, :],
-    )
+    output, lse = tile.finish(acc, top, total, unit, sink, SINKS)
+    inside = used[:, None] & (dv < VALUE_WIDTH)[None, :]
+    tl.store(outputs + (row * out_token + q_head * out_head)[:, None] + dv[None, :], output, mask=inside)
     tl.store(lses + row * lse_token + q_head * lse_head, lse, mask=used)
 
 
@@ -177,8 +161,7 @@ def prefill(
               stand in the cache already
     most      an upper bound of the queries of one sequence, known on the host
     dots      "fp16", or FP8 dots over the leading FP8 pages: "qk" or "qk+pv", see the module. Refused below sm_90, with
-              channel scales, and for
-              head dims above 128, where every tile that was tried spills on sm_90
+              channel scales, and for head dims above 128, where every tile that was tried spills on sm_90
 
     The rest is as in `attention.decode`. Raises Invalid for shapes, formats, head dims and settings that no kernel was
     checked for.
@@ -187,10 +170,7 @@ def prefill(
     width, value_width = queries.shape[2], cache.values.width
     modes = [SCALES[plane.granularity] for plane in cache]
     if starts.dtype != torch.int32 or starts.shape != (lengths.shape[0] + 1,) or starts.device != queries.device:
-        raise Invalid(
-            f"starts must be int32 [{lengths.shape[0] + 1}] beside the queries, not {starts.dtype} of shape "
-            f"{tuple(starts.shape)}"
-        )
+        raise Invalid(f"starts must be int32 [{lengths.shape[0] + 1}] beside the queries, not {described(starts)}")
     _check_dots(dots, cache, max(width, value_width), 3 in modes)
     tune = tuning.prefill(max(width, value_width), 3 in modes, dots, queries.device)
     assert tune.tile <= PROMOTED
@@ -221,8 +201,7 @@ def prefill(
 
 
 def leading(cache: Paged, table: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """How many whole pages at the start of each sequence hold FP8, int32 [sequences]; computed on the device, without
-    waiting."""
+    """How many whole pages at each sequence's start hold FP8, int32 [sequences]; on the device, without waiting."""
     whole = torch.arange(table.shape[1], device=table.device)[None, :] < (lengths // cache.tokens)[:, None]
     if cache.flags is not None:
         whole &= cache.flags[torch.where(whole, table, 0).long()] != 0
@@ -233,19 +212,15 @@ def _check_dots(dots: str, cache: Paged, width: int, channel: bool) -> None:
     if dots not in DOTS:
         raise Invalid(f"dots must be one of {DOTS}, not {dots!r}")
     if width == 256:
-        tuning.warn(
-            "prefill with head dim 256 has a setting of its own, compiled and checked but expected to be slow: "
-            "engines' own kernels regress here"
-        )
+        found = "has a setting of its own, compiled and checked but expected to be slow"
+        tuning.warn(f"prefill with head dim 256 {found}: engines' own kernels regress here")
     if channel and width > 128:
-        raise Invalid(
-            "prefill over channel scales has a head dim of at most 128: every setting tried above spills. Use scales "
-            "of heads, blocks or tokens"
-        )
+        why = "every setting tried above spills. Use scales of heads, blocks or tokens"
+        raise Invalid(f"prefill over channel scales has a head dim of at most 128: {why}")
     if dots == "fp16":
         return
-    found = tuning.capability(cache.device)
-    if found is not None and found < (9, 0):
-        raise Invalid(f"FP8 dots need sm_90 or newer, not sm_{found[0]}{found[1]}")
+    chip = tuning.capability(cache.device)
+    if chip is not None and chip < (9, 0):
+        raise Invalid(f"FP8 dots need sm_90 or newer, not sm_{chip[0]}{chip[1]}")
     if channel or width > 128 or cache.form == paged.NATIVE:
         raise Invalid("FP8 dots need an FP8 cache without channel scales and a head dim of at most 128")

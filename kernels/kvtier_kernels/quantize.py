@@ -21,24 +21,12 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from kvtier.errors import Invalid
 from kvtier.format.layout import STATIC
-from kvtier_kernels import fp8, reference, tuning
-from kvtier_kernels.batch_plan import (
-    DATA_AT,
-    FIELDS,
-    INDEX,
-    NATIVE_AT,
-    PAD_AT,
-    PAD_BYTES,
-    SCALE_TYPES,
-    SCALES_AT,
-    BatchPlan,
-    Sort,
-    token_rows,
-    zero_padding,
-)
+from kvtier_kernels import batch_plan, fp8, reference, tuning
+from kvtier_kernels.batch_plan import DATA_AT, FIELDS, INDEX, NATIVE_AT, SCALES_AT, BatchPlan, Sort
 from kvtier_kernels.fp8 import encode
 from kvtier_kernels.gather import gather
 from kvtier_kernels.paged import Side
@@ -59,29 +47,20 @@ class QuantizeCounts(NamedTuple):
     nothing else.
     """
 
-    clipped: torch.Tensor
-    nonfinite: torch.Tensor
-    amax: torch.Tensor
+    clipped: Tensor
+    nonfinite: Tensor
+    amax: Tensor
 
 
 @triton.jit
 def _load(
-    source,
-    page_of,
-    first,
-    at,
-    rows,
-    d,
-    TOKENS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PAGE: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Elements [TILE, .] of the tokens from `at` of the engine block that starts at token `first` of its block; zeros
-    outside."""
+    source, page_of, first, at, rows, d,
+    TOKENS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Elements [TILE, .] of tokens from `at` of the engine block that starts at token `first`; zeros outside."""
     t = at + tl.arange(0, TILE)
     live = t < TOKENS
-    offsets = token_rows(page_of, first + t, live, rows, PAGE)
+    offsets = batch_plan.token_rows(page_of, first + t, live, rows, PAGE)
     return tl.load(source + offsets[:, None] + d[None, :], mask=live[:, None] & (d < WIDTH)[None, :], other=0.0)
 
 
@@ -116,8 +95,7 @@ def _block_inverse(
     KIND: tl.constexpr, SMALL: tl.constexpr, POWERS: tl.constexpr, TOKENS: tl.constexpr, PAGE: tl.constexpr,
     WIDTH: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """1 / scale of what is scaled by the whole engine block, 1 else; stores the scale. `x` is the block's first tile,
-    the others are read here."""
+    """1 / scale of what a whole engine block scales, else 1; stores the scale. `x`: first tile, others read here."""
     inverse = 1.0
     if KIND == 1:
         scale = tl.load(given)
@@ -157,8 +135,7 @@ def _quantize(
     TOKENS: tl.constexpr, BLOCKS: tl.constexpr, PAGE: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr,
     TILE: tl.constexpr, HEADS: tl.constexpr, INDICES: tl.constexpr,
 ):  # fmt: skip
-    """One engine block of one head and part. The three body pointers are one memory as codes (or native elements),
-    scales and bytes."""
+    """One engine block of one head and part. The body pointers are one memory as codes (or native), scales, bytes."""
     one, row, head = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     block, e = one // BLOCKS, one % BLOCKS
     first = e * TOKENS
@@ -169,9 +146,8 @@ def _quantize(
     entry = table + row * FIELDS
     d = tl.arange(0, WIDE)
     source = side.native.start + tl.multiple_of(tl.load(entry + NATIVE_AT), 8) + head * side.native.head
-    data = (
-        bodies + block * pitch + head * head_stride + tl.multiple_of(tl.load(entry + DATA_AT), 8 if KIND == 0 else 16)
-    )
+    at_data = tl.multiple_of(tl.load(entry + DATA_AT), 8 if KIND == 0 else 16)
+    data = bodies + block * pitch + head * head_stride + at_data
     scales = body_scales + block * scale_pitch + head * scale_head_stride + tl.load(entry + SCALES_AT)
     index = tl.load(entry + INDEX)
     x = _load(source, page_of, first, 0, side.native, d, TOKENS, WIDTH, PAGE, TILE)
@@ -180,8 +156,7 @@ def _quantize(
         x, source, page_of, first, e, side.native, scales, given, d, KIND, SMALL, POWERS, TOKENS, PAGE, WIDTH, WIDE,
         TILE
     )  # fmt: skip
-    clips = tl.zeros([TILE], tl.int32)
-    odd = tl.zeros([TILE], tl.int32)
+    clips, odd = tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.int32)
     tops = tl.zeros([TILE], tl.float32)
     for at in range(0, TOKENS, TILE):
         if TOKENS > TILE:
@@ -204,16 +179,11 @@ def _quantize(
     tl.store(clipped + count, tl.sum(clips, axis=0))
     tl.store(nonfinite + count, tl.sum(odd, axis=0))
     tl.store(amaxes + count, tl.max(tops, axis=0))
-    zero_padding(body_bytes + block * byte_pitch + head * byte_head_stride, entry, e == 0, PAD_AT, PAD_BYTES)
+    batch_plan.zero_padding(body_bytes + block * byte_pitch + head * byte_head_stride, entry, e == 0)
 
 
 def quantize(
-    plan: BatchPlan,
-    pages: torch.Tensor,
-    bodies: torch.Tensor,
-    statics: torch.Tensor | None = None,
-    *,
-    powers: bool = False,
+    plan: BatchPlan, pages: Tensor, bodies: Tensor, statics: Tensor | None = None, *, powers: bool = False
 ) -> QuantizeCounts:
     """Writes the bodies of blocks from the engine's pages: one launch per sort of parts, for all layers, heads and
     blocks.
@@ -231,25 +201,21 @@ def quantize(
     `reference` and the artifact check. Raises Invalid for shapes.
     """
     blocks = plan.check(pages, bodies)
-    if statics is not None and (
-        statics.shape != (plan.layers, plan.parts, plan.heads) or statics.dtype != torch.float32
-    ):
-        raise Invalid(
-            f"statics must be f32 of shape {(plan.layers, plan.parts, plan.heads)}, not {statics.dtype} of "
-            f"{tuple(statics.shape)}"
-        )
+    per_part = (plan.layers, plan.parts, plan.heads)
+    if statics is not None and (statics.shape != per_part or statics.dtype != torch.float32):
+        raise Invalid(f"statics must be f32 of shape {per_part}, not {statics.dtype} of {tuple(statics.shape)}")
     if statics is not None and statics.device != plan.device:
         raise Invalid(f"statics must be on {plan.device}, not on {statics.device}")
     if statics is None and any(sort.part.granularity in STATIC for sort in plan.sorts):
         raise Invalid("parts of static granularity need their scales")
-    shape = (blocks * plan.engine_blocks, plan.layers, plan.parts, plan.heads)
+    shape = (blocks * plan.engine_blocks, *per_part)
     clipped, nonfinite = (torch.zeros(shape, dtype=torch.int32, device=plan.device) for _ in range(2))
     seen = QuantizeCounts(clipped, nonfinite, torch.zeros(shape, dtype=torch.float32, device=plan.device))
     for sort in plan.sorts:
         if sort.first.native is None:
             raise Invalid("an FP8 cache has nothing to quantize: gather it")
         if blocks:
-            _launch(plan, sort, pages, bodies, statics, seen, blocks, powers)
+            _launch(plan, sort, pages, bodies, statics, seen, powers)
     if plan.flags is not None and blocks:
         gather(plan, pages, bodies, nonfinite=seen.nonfinite)
     if plan.engine_blocks == 1:
@@ -261,23 +227,22 @@ def quantize(
 def _launch(
     plan: BatchPlan,
     sort: Sort,
-    pages: torch.Tensor,
-    bodies: torch.Tensor,
-    statics: torch.Tensor | None,
+    pages: Tensor,
+    bodies: Tensor,
+    statics: Tensor | None,
     seen: QuantizeCounts,
-    blocks: int,
     powers: bool,
 ) -> None:
     part = sort.part
     native = sort.first.native
     assert native is not None
     data = bodies.view(native.dtype) if part.native else bodies
-    scales = bodies if part.native else bodies.view(SCALE_TYPES[part.scale_dtype])
+    scales = sort.scales(bodies)
     stride, wide = plan.extents.head_stride, triton.next_power_of_2(part.width)
     tune = tuning.copying(plan.tokens, wide)
     # An excluded layer is native whatever the flags say of its page.
     flags = None if part.native or sort.first.codes is None else plan.flags
-    _quantize[(blocks * plan.engine_blocks, sort.rows, plan.heads)](
+    _quantize[(len(pages) * plan.engine_blocks, sort.rows, plan.heads)](
         Side(*sort.first.side(False)), data, scales, bodies, seen.amax if statics is None else statics, seen.clipped,
         seen.nonfinite, seen.amax, pages, pages if flags is None else flags, sort.table, data.stride(0),
         scales.stride(0), bodies.stride(0), stride // data.element_size(), stride // scales.element_size(), stride,

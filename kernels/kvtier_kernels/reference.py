@@ -52,8 +52,7 @@ NAN_CODE = 0x7F
 
 
 class Counts(NamedTuple):
-    """What one quantization saw, per head: [heads]. clipped and nonfinite are int64 element counts; amax is f32, over
-    finite elements."""
+    """What one quantization saw, per head: [heads]. clipped, nonfinite: int64 counts; amax: f32, of finite elements."""
 
     clipped: torch.Tensor
     nonfinite: torch.Tensor
@@ -95,14 +94,10 @@ def quantize(
     if dtype != "e4m3fn":
         raise Invalid(f"kvtier writes e4m3fn only, not {dtype}: the formats share bytes but not their meaning")
     if x.dim() != 3 or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise Invalid(
-            f"quantize takes f32, bf16 or fp16 of shape [heads, tokens, width], not {x.dtype} of shape {tuple(x.shape)}"
-        )
+        raise Invalid(f"quantize takes f32, bf16 or fp16 of shape [heads, tokens, width], not {described(x)}")
     if scale_dtype != "fp32" and (scale_dtype != "bf16" or granularity not in DYNAMIC):
-        raise Invalid(
-            f"scales of granularity {granularity} are not kept in {scale_dtype}: fp32, or bf16 where they come from "
-            "the block"
-        )
+        kept = "fp32, or bf16 where they come from the block"
+        raise Invalid(f"scales of granularity {granularity} are not kept in {scale_dtype}: {kept}")
     heads, tokens, width = x.shape
     _check_blocks(tokens, engine_blocks)
     x = x.float().reshape(heads, engine_blocks, tokens // engine_blocks, width)
@@ -140,10 +135,8 @@ def scale_from_amax(amax: torch.Tensor, powers: bool = False) -> torch.Tensor:
 
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor, granularity: str) -> torch.Tensor:
-    """f32 [heads, tokens, width]: the exact value of each code times its scale, rounded once.
-
-    A hop through memory that attention does not need: for tests, tools and engines whose attention reads nothing else.
-    """
+    """f32 [heads, tokens, width]: the exact value of each code times its scale, rounded once. A hop through memory that
+    attention does not need: for tests, tools and engines whose attention reads nothing else."""
     heads, tokens, width = codes.shape
     blocks = _check_part("codes", codes, scales, granularity)
     values = codes.float().reshape(heads, blocks, tokens // blocks, width)
@@ -160,8 +153,7 @@ class Tile:
     key_granularity, value_granularity     as in `layout`; "none" for a native part
     start          position of the first token
     used           tokens that hold content, from the first on; None for all. What stands behind them, scales included,
-                   is never looked at:
-                   it may be anything, NaN too
+                   is never looked at: it may be anything, NaN too
     """
 
     keys: torch.Tensor
@@ -176,10 +168,7 @@ class Tile:
 
 class Attended(NamedTuple):
     """output f32 [q_heads, q_tokens, width of V]; lse f32 [q_heads, q_tokens], the natural log of the softmax's
-    denominator.
-
-    A query that sees no key has output 0 and lse -Inf, the neutral element of `merge`.
-    """
+    denominator. A query that sees no key has output 0 and lse -Inf, the neutral element of `merge`."""
 
     output: torch.Tensor
     lse: torch.Tensor
@@ -202,8 +191,7 @@ def attention(
     one tile ever exists.
 
     start    position of the first query; the others follow. A key is seen if causal: key position <= query position,
-             and with a window
-             additionally > query position - window
+             and with a window additionally > query position - window
     scale    of the logits, width ** -0.5 if None
 
     Any group size: query head h reads KV head h // (q_heads / kv_heads). Raises Invalid for shapes and formats that do
@@ -231,13 +219,10 @@ def attention(
         logits = _logits(rows, tile)
         hidden = _hidden(positions, tile, used, causal, window)
         if hidden is not None:
-            logits = logits.masked_fill(
-                hidden.repeat(group, 1), -math.inf
-            )  # also replaces whatever unused slots produced, NaN too
+            # also replaces whatever unused slots produced, NaN too
+            logits = logits.masked_fill(hidden.repeat(group, 1), -math.inf)
         higher = torch.maximum(top, logits.amax(dim=2))
-        shift = torch.where(
-            higher == -math.inf, 0.0, higher
-        )  # a row that has seen no key yet: exp(-Inf - 0) = 0, not NaN
+        shift = torch.where(higher == -math.inf, 0.0, higher)  # no key seen yet: exp(-Inf - 0) = 0, not NaN
         weights = torch.exp(logits - shift[:, :, None])
         decay = torch.exp(top - shift)
         total = total * decay + weights.sum(dim=2)
@@ -253,11 +238,8 @@ def merge(first: Attended, second: Attended) -> Attended:
     Order does not matter."""
     lse = torch.logaddexp(first.lse, second.lse)
     shift = torch.where(lse == -math.inf, 0.0, lse)
-    output = (
-        first.output * torch.exp(first.lse - shift)[..., None]
-        + second.output * torch.exp(second.lse - shift)[..., None]
-    )
-    return Attended(output, lse)
+    one, other = (part.output * torch.exp(part.lse - shift)[..., None] for part in (first, second))
+    return Attended(one + other, lse)
 
 
 def _logits(rows: torch.Tensor, tile: Tile) -> torch.Tensor:
@@ -275,8 +257,7 @@ def _logits(rows: torch.Tensor, tile: Tile) -> torch.Tensor:
 
 
 def _mix(weights: torch.Tensor, tile: Tile, used: int) -> torch.Tensor:
-    """[kv_heads, rows, width of V]: the tile's values under unnormalized probabilities. Unused slots are zeroed first,
-    as 0 * NaN is NaN."""
+    """[kv_heads, rows, width of V]: values under unnormalized weights. Unused slots are zeroed, as 0 * NaN is NaN."""
     values, scales, granularity = tile.values, tile.value_scales, tile.value_granularity
     heads, tokens, width = values.shape
     live = torch.arange(tokens, device=values.device) < used
@@ -288,12 +269,9 @@ def _mix(weights: torch.Tensor, tile: Tile, used: int) -> torch.Tensor:
     if granularity != "channel":
         return (weights * torch.where(live, _per_token(scales, granularity, tokens), 0.0)[:, None, :]) @ plain
     blocks = scales.shape[1] // width
-    sums = weights.reshape(heads, -1, blocks, tokens // blocks).transpose(1, 2) @ plain.reshape(
-        heads, blocks, -1, width
-    )
-    begun = live[
-        :: tokens // blocks
-    ]  # engine blocks whose first token is used; the scales of the others may be anything
+    of_block = weights.reshape(heads, -1, blocks, tokens // blocks).transpose(1, 2)
+    sums = of_block @ plain.reshape(heads, blocks, -1, width)
+    begun = live[:: tokens // blocks]  # engine blocks whose first token is used; others' scales may be anything
     return (sums * torch.where(begun[:, None], scales.reshape(heads, blocks, width), 0.0)[:, :, None, :]).sum(dim=1)
 
 
@@ -301,11 +279,8 @@ def _hidden(positions: torch.Tensor, tile: Tile, used: int, causal: bool, window
     """[q_tokens, tokens], True where a query must not see a key; None if it may see all."""
     tokens = tile.keys.shape[1]
     first, last = int(positions[0]), int(positions[-1])
-    if (
-        used == tokens
-        and (not causal or tile.start + tokens - 1 <= first)
-        and (window is None or tile.start > last - window)
-    ):
+    past = not causal or tile.start + tokens - 1 <= first
+    if used == tokens and past and (window is None or tile.start > last - window):
         return None
     keys = torch.arange(tile.start, tile.start + tokens, device=positions.device)
     hidden = (keys >= tile.start + used)[None, :].repeat(len(positions), 1)
@@ -314,6 +289,11 @@ def _hidden(positions: torch.Tensor, tile: Tile, used: int, causal: bool, window
     if window is not None:
         hidden |= keys[None, :] <= positions[:, None] - window
     return hidden
+
+
+def described(x: torch.Tensor) -> str:
+    """Format and shape of a tensor, for messages."""
+    return f"{x.dtype} of shape {tuple(x.shape)}"
 
 
 def _per_token(scales: torch.Tensor, granularity: str, tokens: int) -> torch.Tensor:
@@ -348,8 +328,7 @@ def _check_blocks(tokens: int, engine_blocks: int) -> None:
 
 
 def _check_part(name: str, codes: torch.Tensor, scales: torch.Tensor | None, granularity: str) -> int:
-    """Raises Invalid unless codes, scales and granularity fit together. Returns the engine blocks the scales tell apart
-    (1 if they tell none)."""
+    """Raises Invalid unless all three fit together. Returns the engine blocks the scales tell apart (1 if none)."""
     if granularity not in GRANULARITIES:
         raise Invalid(f"granularity of {name} must be one of {sorted(GRANULARITIES)}, not {granularity!r}")
     heads, tokens, width = codes.shape
@@ -365,29 +344,23 @@ def _check_part(name: str, codes: torch.Tensor, scales: torch.Tensor | None, gra
     blocks = {"block-head": count, "channel": count // width}.get(granularity, 1)
     expected = {"token-head": tokens, "block-head": blocks, "channel": blocks * width}.get(granularity, 1)
     if count != expected or blocks < 1:
-        raise Invalid(
-            f"{name} of {tokens} tokens and width {width} cannot have {count} scales a head of granularity "
-            f"{granularity}"
-        )
+        part = f"{name} of {tokens} tokens and width {width}"
+        raise Invalid(f"{part} cannot have {count} scales a head of granularity {granularity}")
     _check_blocks(tokens, blocks)
     return blocks
 
 
 def _check_tile(tile: Tile, kv_heads: int, width: int, value_width: int) -> int:
     """Raises Invalid unless the tile fits its own scales and the first tile. Returns its used tokens."""
-    if tile.keys.dim() != 3 or tile.values.dim() != 3 or tile.keys.shape[:2] != tile.values.shape[:2]:
-        raise Invalid(
-            f"keys {tuple(tile.keys.shape)} and values {tuple(tile.values.shape)} must be [kv_heads, tokens, width]"
-        )
-    if tile.keys.shape[0] != kv_heads or tile.keys.shape[2] != width or tile.values.shape[2] != value_width:
-        raise Invalid(
-            f"a tile of {tile.keys.shape[0]} heads, key width {tile.keys.shape[2]} and value width "
-            f"{tile.values.shape[2]} "
-            f"does not fit {kv_heads} heads, {width} and {value_width}"
-        )
+    keys, values = tuple(tile.keys.shape), tuple(tile.values.shape)
+    if len(keys) != 3 or len(values) != 3 or keys[:2] != values[:2]:
+        raise Invalid(f"keys {keys} and values {values} must be [kv_heads, tokens, width]")
+    if (keys[0], keys[2], values[2]) != (kv_heads, width, value_width):
+        found = f"a tile of {keys[0]} heads, key width {keys[2]} and value width {values[2]}"
+        raise Invalid(f"{found} does not fit {kv_heads} heads, {width} and {value_width}")
     _check_part("keys", tile.keys, tile.key_scales, tile.key_granularity)
     _check_part("values", tile.values, tile.value_scales, tile.value_granularity)
-    tokens = tile.keys.shape[1]
+    tokens = keys[1]
     used = tokens if tile.used is None else tile.used
     if not 0 <= used <= tokens:
         raise Invalid(f"a tile of {tokens} tokens cannot have {used} used ones")

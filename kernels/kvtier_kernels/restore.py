@@ -19,17 +19,7 @@ import triton
 import triton.language as tl
 
 from kvtier_kernels import paged, tuning
-from kvtier_kernels.batch_plan import (
-    CODES_AT,
-    DATA_AT,
-    FIELDS,
-    NATIVE_AT,
-    SCALE_TYPES,
-    SCALES_AT,
-    SLOT_SCALES_AT,
-    BatchPlan,
-    Sort,
-)
+from kvtier_kernels.batch_plan import CODES_AT, DATA_AT, FIELDS, NATIVE_AT, SCALES_AT, SLOT_SCALES_AT, BatchPlan, Sort
 from kvtier_kernels.paged import SCALES, Side
 
 _CHANNEL_ROWS = tl.constexpr(paged.CHANNEL_ROWS)
@@ -68,11 +58,8 @@ def _restore(
         elif SCALES == 2:
             for at in range(0, PAGE, TILE):
                 t = at + tl.arange(0, TILE)
-                tl.store(
-                    slots + t * scale_rows.token,
-                    tl.load(scales + first + t, mask=t < PAGE).to(tl.float32),
-                    mask=t < PAGE,
-                )
+                scale = tl.load(scales + first + t, mask=t < PAGE)
+                tl.store(slots + t * scale_rows.token, scale.to(tl.float32), mask=t < PAGE)
         else:
             each: tl.constexpr = WIDTH // _CHANNEL_ROWS
             scale = tl.load(scales + e * WIDTH + d, mask=d < WIDTH).to(tl.float32)
@@ -80,8 +67,7 @@ def _restore(
 
 
 def restore(plan: BatchPlan, bodies: torch.Tensor, pages: torch.Tensor) -> None:
-    """Scatters the bodies [blocks, >= body_bytes] of blocks to their pages [blocks, pages of a block]; see the module
-    for what goes where."""
+    """Scatters bodies [blocks, >= body_bytes] to their pages [blocks, pages of a block], as the module says."""
     if not plan.check(pages, bodies):
         return
     for sort in plan.sorts:
@@ -93,7 +79,7 @@ def _launch(plan: BatchPlan, sort: Sort, bodies: torch.Tensor, pages: torch.Tens
     part, side = sort.part, Side(*sort.first.side(False))
     native = sort.first.native if part.native else None
     data = bodies if native is None else bodies.view(native.dtype)
-    scales = bodies if part.native else bodies.view(SCALE_TYPES[part.scale_dtype])
+    scales = sort.scales(bodies)
     stride, wide = plan.extents.head_stride, triton.next_power_of_2(part.width)
     tune = tuning.copying(plan.page, wide)
     own = sort.first.native is None  # an FP8 engine's cache: its scales are elsewhere

@@ -40,13 +40,9 @@ class SelfTestReport:
 
 
 def run(
-    device: torch.device,
-    width: int,
-    page: int = 16,
-    granularity: str = "head",
-    dtype: torch.dtype = torch.bfloat16,
-    seed: int = 1,
-) -> SelfTestReport:
+    device: torch.device, width: int, page: int = 16, granularity: str = "head",
+    dtype: torch.dtype = torch.bfloat16, seed: int = 1,
+) -> SelfTestReport:  # fmt: skip
     """Every kernel on this device, for one head dim, page size, granularity and native format. Never raises."""
     report = SelfTestReport()
     try:
@@ -62,43 +58,33 @@ def run(
 
 
 class _Case:
-    """Three pages of two KV heads: the first two become FP8, the last stays native; and what the reference makes of
-    them."""
+    """Three pages of two KV heads, two to become FP8, the last native; and what the reference makes of them."""
 
-    def __init__(
-        self, device: torch.device, width: int, page: int, granularity: str, dtype: torch.dtype, seed: int
-    ) -> None:
+    def __init__(self, device: torch.device, width: int, page: int, kind: str, dtype: torch.dtype, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.kv = torch.randn(3, 2, page, 2 * width, generator=generator).to(dtype).to(device)
-        self.cache = paged.interleaved(
-            self.kv, width, torch.zeros(3, dtype=torch.uint8, device=device), (granularity, granularity)
-        )
+        self.cache = self._cache(self.kv, width, kind)
         native = "bf16" if dtype == torch.bfloat16 else "fp16"
-        extents = layout.attention(
-            1, 2, width, engine_tokens=page, granularity=granularity, native_dtype=native
-        ).extents()
+        one = layout.attention(1, 2, width, engine_tokens=page, granularity=kind, native_dtype=native)
+        extents = one.extents()
         self.plan: BatchPlan = plan(extents, [self.cache])
         self.pages = torch.tensor([[2], [0]], device=device)
         self.bodies = torch.zeros(2, extents.slot_bytes, dtype=torch.uint8, device=device)
-        self.statics = torch.tensor([SCALES], device=device) if granularity == "head" else None
+        self.statics = torch.tensor([SCALES], device=device) if kind == "head" else None
         self.parts = [self.kv[i, ..., j * width : (j + 1) * width].float() for i in (2, 0) for j in (0, 1)]
-        static = [torch.tensor(scales) for scales in SCALES] if granularity == "head" else [None, None]
-        self.wanted = [reference.quantize(x.cpu(), granularity, static[i % 2]) for i, x in enumerate(self.parts)]
-        self.granularity, self.width, self.queries = (
-            granularity,
-            width,
-            torch.randn(5, 6, width, generator=generator).to(dtype).to(device),
-        )
+        static = [torch.tensor(scales) for scales in SCALES] if kind == "head" else [None, None]
+        self.wanted = [reference.quantize(x.cpu(), kind, static[i % 2]) for i, x in enumerate(self.parts)]
+        self.granularity, self.width = kind, width
+        self.queries = torch.randn(5, 6, width, generator=generator).to(dtype).to(device)
         keys, values = (self.kv[1, ..., j * width : (j + 1) * width].cpu().clone() for j in (0, 1))
         self.native = reference.Tile(keys, values, start=2 * page, used=page - 3)
-        self.checks: dict[str, Callable[[], str]] = {
-            "quantize": self.quantize,
-            "expand": self.expand,
-            "restore": self.restore,
-            "decode": self.decode,
-            "prefill": self.prefill,
-            "gather": self.gather,
-        }
+        checks = (self.quantize, self.expand, self.restore, self.decode, self.prefill, self.gather)
+        self.checks: dict[str, Callable[[], str]] = {check.__name__: check for check in checks}
+
+    @staticmethod
+    def _cache(kv: torch.Tensor, width: int, kind: str) -> paged.Paged:
+        flags = torch.zeros(len(kv), dtype=torch.uint8, device=kv.device)
+        return paged.interleaved(kv, width, flags, (kind, kind))
 
     def quantize(self) -> str:
         quantize(self.plan, self.pages, self.bodies, self.statics)
@@ -107,18 +93,14 @@ class _Case:
             at, body = i % 2, self.bodies[i // 2].cpu()
             for head in range(2):
                 start = head * extents.head_stride
-                for offset, x in (
-                    (extents.data[0][at], quantized.codes[head]),
-                    (extents.scales[0][at], quantized.scales[head]),
-                ):
-                    raw = x.contiguous().view(torch.uint8).flatten()
-                    heads.append(int((body[start + offset : start + offset + len(raw)] != raw).sum()))
+                for offsets, x in ((extents.data, quantized.codes), (extents.scales, quantized.scales)):
+                    first, raw = start + offsets[0][at], x[head].contiguous().view(torch.uint8).flatten()
+                    heads.append(int((body[first : first + len(raw)] != raw).sum()))
         return f"{sum(heads)} bytes differ from the reference" if sum(heads) else ""
 
     def expand(self) -> str:
         spare = self.kv.clone()
-        flags = torch.zeros(3, dtype=torch.uint8, device=spare.device)
-        cache = paged.interleaved(spare, self.width, flags, (self.granularity, self.granularity))
+        cache = self._cache(spare, self.width, self.granularity)
         Expander(enabled=True).expand(plan(self.plan.extents, [cache]), self.bodies, self.pages)
         differing = 0
         for i, quantized in enumerate(self.wanted):
@@ -138,10 +120,9 @@ class _Case:
         return f"{differing} codes differ in the slots" if differing else ""
 
     def decode(self) -> str:
-        out, lse = decode(
-            self.queries[-1:], self.cache, *self._sequence(), 3 * self.native.keys.shape[1], dtype=torch.float32
-        )
-        return self._compare(out, lse, self.queries[-1:])
+        queries, most = self.queries[-1:], 3 * self.native.keys.shape[1]
+        out, lse = decode(queries, self.cache, *self._sequence(), most, dtype=torch.float32)
+        return self._compare(out, lse, queries)
 
     def prefill(self) -> str:
         starts = torch.tensor([0, 5], dtype=torch.int32, device=self.kv.device)

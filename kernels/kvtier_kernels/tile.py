@@ -34,8 +34,7 @@ NONE = tl.constexpr(float("-inf"))
 
 @triton.jit
 def places(j, table, end, PAGE: tl.constexpr, TILE: tl.constexpr):
-    """Tile j of a sequence of `end` tokens: its tokens t [TILE], the ids of its pages [n], and where in each page it
-    stands, `within`."""
+    """Tile j of a sequence of `end` tokens: its tokens t [TILE], its page ids [n], the places `within` each page."""
     span: tl.constexpr = TILE if TILE < PAGE else PAGE
     pages = (j * TILE) // PAGE + tl.arange(0, TILE // span)
     page = tl.load(table + pages, mask=pages * PAGE < end, other=0).to(tl.int64)
@@ -72,21 +71,18 @@ def elements(side, page, within, head, live, restored, d, WIDTH: tl.constexpr, T
         at = offsets(side.codes, page, within, head, TILE)
         codes = tl.load(side.codes.start + at[:, None] + d[None, :], mask=(live & restored)[:, None] & wide, other=0.0)
         at = offsets(side.native, page, within, head, TILE)
-        plain = tl.load(
-            side.native.start + at[:, None] + d[None, :], mask=(live & (restored == 0))[:, None] & wide, other=0.0
-        )
+        inside = (live & (restored == 0))[:, None] & wide
+        plain = tl.load(side.native.start + at[:, None] + d[None, :], mask=inside, other=0.0)
         x = tl.where(restored[:, None], decode(codes), to_fp16(plain))
     return x
 
 
 @triton.jit
-def token_scales(
-    side, page, within, head, live, restored, TILE: tl.constexpr, SCALES: tl.constexpr, FORM: tl.constexpr
-):
+def token_scales(side, page, within, head, live, stored, TILE: tl.constexpr, SCALES: tl.constexpr, FORM: tl.constexpr):
     """Scale of each token [TILE], f32: 1 where the page is native, 0 or 1 where not `live`."""
     if FORM == NATIVE or SCALES == 3:
         return tl.where(live, 1.0, 0.0)
-    read = live & restored if FORM == MIXED else live
+    read = live & stored if FORM == MIXED else live
     rows = side.scales
     starts = page * rows.page + head * rows.head
     step = rows.token if SCALES == 2 else 0
@@ -121,8 +117,7 @@ def rounded(x):
 
 @triton.jit
 def softmax(s, visible, top, total, CAP, CAPPED: tl.constexpr):
-    """One step of the running softmax of logits s, to base 2: weights, decay of earlier sums, new maximum and new
-    total."""
+    """One step of the running softmax of logits s, to base 2: weights, decay of earlier sums, new maximum and total."""
     if CAPPED:  # cap * tanh(s / cap); CAP comes in the same base
         s = CAP * (1.0 - 2.0 / (tl.exp2(s * (2.0 * LOG2E / CAP)) + 1.0))
     s = tl.where(visible, s, NONE)  # replaces what unused slots gave, NaN too

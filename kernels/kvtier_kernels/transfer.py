@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from kvtier.errors import Invalid, Unavailable
 from kvtier_kernels.batch_plan import BatchPlan
@@ -31,6 +32,7 @@ from kvtier_kernels.expand import Expander
 from kvtier_kernels.quantize import QuantizeCounts, quantize
 from kvtier_kernels.restore import restore
 
+Body = NDArray[np.uint8]
 _PORTABLE, _READ_ONLY = 1, 8  # cudaHostRegister flags
 STAGING = 32  # bodies in a Mover's staging; at 1 MiB a block 32 MiB of device memory
 
@@ -47,11 +49,8 @@ class RegisteredArena:
         if memory.dtype != np.uint8 or not memory.flags.c_contiguous:
             raise Invalid("an arena is one contiguous run of uint8")
         # "cuda" without a number is the current one: tensors always name theirs, and BlockTransfer compares.
-        self.device = (
-            torch.device("cuda", torch.cuda.current_device())
-            if device.type == "cuda" and device.index is None
-            else device
-        )
+        unnumbered = device.type == "cuda" and device.index is None
+        self.device = torch.device("cuda", torch.cuda.current_device()) if unnumbered else device
         self.writable = bool(memory.flags.writeable)
         self._memory: NDArray[np.uint8] | None = memory
         self._address: int = memory.__array_interface__["data"][0]
@@ -61,22 +60,16 @@ class RegisteredArena:
             code = int(torch.cuda.cudart().cudaHostRegister(self._address, memory.nbytes, flags))
             if code:
                 self._memory = None
-                # CUDA keeps the error for whoever asks next, which must not be a launch of the engine's: this one takes
-                # it.
+                # CUDA keeps the error for whoever asks next: this launch takes it, not one of the engine's.
                 with contextlib.suppress(RuntimeError):
                     torch.ones(1, device=self.device)
                 raise Unavailable(f"cudaHostRegister refused {memory.nbytes} bytes with error {code}")
 
-    def tensor(self, body: NDArray[np.uint8]) -> torch.Tensor:
-        """The bytes of a body inside the arena as a tensor, nothing copied. Raises Invalid if it lies outside, or after
-        close."""
+    def tensor(self, body: Body) -> Tensor:
+        """A body inside the arena as a tensor, nothing copied. Raises Invalid if it lies outside, or after close."""
         address: int = body.__array_interface__["data"][0]
-        if (
-            self._memory is None
-            or address < self._address
-            or address + body.nbytes > self._end
-            or not body.flags.c_contiguous
-        ):
+        inside = self._address <= address and address + body.nbytes <= self._end
+        if self._memory is None or not inside or not body.flags.c_contiguous:
             raise Invalid("this body does not lie in the registered arena")
         raw = (ctypes.c_uint8 * body.nbytes).from_address(address)
         raw.body = body  # type: ignore[attr-defined]
@@ -113,8 +106,7 @@ class TransferTicket:
         return True
 
     def before(self, stream: Any) -> None:
-        """Work given to this stream from now on starts after the batch: an engine's step that reads restored pages, or
-        reuses saved ones."""
+        """Work given to this stream from now on (that reads restored or reuses saved pages) starts after the batch."""
         if self._event is not None:
             stream.wait_event(self._event)
 
@@ -142,9 +134,7 @@ class BlockTransfer:
             self._stream.wait_stream(torch.cuda.current_stream(plan.device))  # which zeroes the staging
             self._staging.record_stream(self._stream)  # so its memory is nobody else's while a batch is under way
 
-    def save(
-        self, pages: torch.Tensor, bodies: Sequence[NDArray[np.uint8]], statics: torch.Tensor | None = None
-    ) -> TransferTicket:
+    def save(self, pages: Tensor, bodies: Sequence[Body], statics: Tensor | None = None) -> TransferTicket:
         """Quantizes blocks from their pages [blocks, pages of a block] into bodies in the arena. Returns at once;
         raises Invalid for what does not fit."""
         targets = self._hosts(pages, bodies, writing=True)
@@ -152,7 +142,7 @@ class BlockTransfer:
         if self._stream is not None and statics is not None and statics.is_cuda:
             statics.record_stream(self._stream)
 
-        def move(staging: torch.Tensor, ids: torch.Tensor, hosts: list[torch.Tensor]) -> None:
+        def move(staging: Tensor, ids: Tensor, hosts: list[Tensor]) -> None:
             seen = quantize(self.plan, ids, staging, statics)
             for slot, host in zip(staging, hosts, strict=True):
                 host.copy_(slot[: host.numel()], non_blocking=True)
@@ -160,14 +150,12 @@ class BlockTransfer:
 
         return TransferTicket(self._run(pages, targets, move), (bodies, pages, statics), pieces)
 
-    def load(
-        self, bodies: Sequence[NDArray[np.uint8]], pages: torch.Tensor, expander: Expander | None = None
-    ) -> TransferTicket:
+    def load(self, bodies: Sequence[Body], pages: Tensor, expander: Expander | None = None) -> TransferTicket:
         """Puts blocks from the arena into their pages [blocks, pages of a block], as FP8 where they are FP8; with an
         expander, as native elements."""
         sources = self._hosts(pages, bodies, writing=False)
 
-        def move(staging: torch.Tensor, ids: torch.Tensor, hosts: list[torch.Tensor]) -> None:
+        def move(staging: Tensor, ids: Tensor, hosts: list[Tensor]) -> None:
             for slot, host in zip(staging, hosts, strict=True):
                 slot[: host.numel()].copy_(host, non_blocking=True)
             if expander is None:
@@ -177,24 +165,17 @@ class BlockTransfer:
 
         return TransferTicket(self._run(pages, sources, move), (bodies, pages))
 
-    def _hosts(self, pages: torch.Tensor, bodies: Sequence[NDArray[np.uint8]], writing: bool) -> list[torch.Tensor]:
+    def _hosts(self, pages: Tensor, bodies: Sequence[Body], writing: bool) -> list[Tensor]:
         if pages.dim() != 2 or len(bodies) != pages.shape[0] or not bodies:
-            raise Invalid(
-                f"one body for each row of page ids, and at least one: {len(bodies)} bodies, ids of shape "
-                f"{tuple(pages.shape)}"
-            )
+            found = f"{len(bodies)} bodies, ids of shape {tuple(pages.shape)}"
+            raise Invalid(f"one body for each row of page ids, and at least one: {found}")
         if any(body.nbytes != self.plan.extents.body_bytes for body in bodies):
             raise Invalid(f"bodies of this plan have {self.plan.extents.body_bytes} bytes")
         if writing and not (self.arena.writable and all(body.flags.writeable for body in bodies)):
             raise Invalid("blocks are saved into reserved, writable slots")
         return [self.arena.tensor(body) for body in bodies]
 
-    def _run(
-        self,
-        pages: torch.Tensor,
-        hosts: list[torch.Tensor],
-        move: Callable[[torch.Tensor, torch.Tensor, list[torch.Tensor]], None],
-    ) -> Any:
+    def _run(self, pages: Tensor, hosts: list[Tensor], move: Callable[[Tensor, Tensor, list[Tensor]], None]) -> Any:
         """`move` for each piece of the batch that fits the staging, in order; the event of their end, None on a CPU."""
         room = len(self._staging)
         if self._stream is None:
@@ -212,7 +193,7 @@ class BlockTransfer:
         return event
 
 
-def _to_host(x: torch.Tensor) -> torch.Tensor:
+def _to_host(x: Tensor) -> Tensor:
     """A copy on the host that is there once the stream has come so far."""
     if not x.is_cuda:
         return x

@@ -23,8 +23,7 @@ _assumed: tuple[int, int] | None = None
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """tile: tokens of one step; rows: rows of queries of one program (prefill); warps and stages as Triton means
-    them."""
+    """tile: tokens of a step; rows: rows of queries of a program (prefill); warps and stages as Triton means them."""
 
     tile: int
     warps: int
@@ -113,8 +112,7 @@ def prefill(width: int, channel: bool, dots: str, device: torch.device) -> Tunin
 
 
 def splits(device: torch.device, programs: int, tiles: int) -> int:
-    """Into how many parts decode cuts the keys: enough for two programs a multiprocessor, at most one a tile and 64
-    (what `merge` reads at once)."""
+    """Parts that decode cuts keys into: two programs a multiprocessor; at most one a tile and 64 (`merge`'s most)."""
     if capability(device) is None:
         return max(1, min(4, tiles))
     wanted = -(-2 * multiprocessors(device) // max(1, programs))

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from kvtier.errors import Invalid
 from kvtier_kernels.paged import Paged, Rows, rows
+from kvtier_kernels.reference import described
 
 ROWS = 16  # tokens of one program: 16 bytes a thread at head dim 64 with 4 warps
 
@@ -31,8 +32,7 @@ def _write(
     n, head = tl.program_id(0) * N + tl.arange(0, N), tl.program_id(1)
     slot = tl.load(slots + n, mask=n < count, other=-1).to(tl.int64)
     real = slot >= 0  # -1 // PAGE is the last page, whose flag would go
-    page = tl.where(real, slot // PAGE, 0)
-    place = tl.where(real, slot % PAGE, 0)
+    page, place = tl.where(real, slot // PAGE, 0), tl.where(real, slot % PAGE, 0)
     token = tl.where(real, n, 0).to(tl.int64)
     d, dv = tl.arange(0, D), tl.arange(0, DV)
     source = tl.multiple_of(token * keys.page + head * keys.head, 8)
@@ -59,30 +59,17 @@ def write(cache: Paged, keys: torch.Tensor, values: torch.Tensor, slots: torch.T
     if native[0] is None or native[1] is None:
         raise Invalid("an FP8 cache has no native slots to write")
     for name, x, view in (("keys", keys, native[0]), ("values", values, native[1])):
-        if (
-            x.dim() != 3
-            or x.shape[0] < slots.shape[0]
-            or x.shape[1:] != (cache.heads, view.shape[3])
-            or x.stride(2) != 1
-        ):
-            raise Invalid(
-                f"{name} must be [>= {slots.shape[0]}, {cache.heads}, {view.shape[3]}] with contiguous rows, not "
-                f"{tuple(x.shape)}"
-            )
+        row = (cache.heads, view.shape[3])
+        if x.dim() != 3 or x.shape[0] < slots.shape[0] or x.shape[1:] != row or x.stride(2) != 1:
+            wanted = f"[>= {slots.shape[0]}, {row[0]}, {row[1]}] with contiguous rows"
+            raise Invalid(f"{name} must be {wanted}, not {tuple(x.shape)}")
         if x.element_size() == 2 and (any(stride % 8 for stride in x.stride()[:2]) or x.data_ptr() % 16):
             raise Invalid(f"rows of {name} must start on multiples of 8 elements; strides are {x.stride()}")
         if x.device != cache.device:
             raise Invalid(f"{name} must be on {cache.device}, not on {x.device}")
-    if (
-        slots.dim() != 1
-        or slots.dtype not in (torch.int32, torch.int64)
-        or slots.stride(0) != 1
-        or slots.device != cache.device
-    ):
-        raise Invalid(
-            f"slots must be int32 or int64 of one dimension beside the cache, not {slots.dtype} of shape "
-            f"{tuple(slots.shape)}"
-        )
+    whole = slots.dtype in (torch.int32, torch.int64)
+    if not whole or slots.dim() != 1 or slots.stride(0) != 1 or slots.device != cache.device:
+        raise Invalid(f"slots must be int32 or int64 of one dimension beside the cache, not {described(slots)}")
     count, widths = slots.shape[0], (native[0].shape[3], native[1].shape[3])
     if not count:
         return

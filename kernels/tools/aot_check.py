@@ -397,7 +397,7 @@ def plant(fault: str) -> None:
     elif fault == "compile":
         edit(tile.token_scales, "step = rows.token if SCALES == 2 else 0", "step = rows.nothing")
     elif fault == "narrow":
-        edit(restore._restore, "tl.multiple_of(tl.load(entry + _DATA_AT), ALIGN)", "tl.load(entry + _DATA_AT)")
+        edit(restore._restore, "tl.multiple_of(tl.load(entry + DATA_AT), ALIGN)", "tl.load(entry + DATA_AT)")
         edit(restore._restore, "tl.multiple_of(tl.load(entry + data_field), ALIGN)", "tl.load(entry + data_field)")
     elif fault == "cast":
         tuning.casts_directly = lambda device: True

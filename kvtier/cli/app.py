@@ -50,40 +50,32 @@ app = typer.Typer(
 )
 
 
+def _shared(name: str, meaning: str) -> Any:
+    """An option that every command has, which the environment may set too."""
+    return Option(f"--{name}", envvar=f"KVTIER_{name.upper().replace('-', '_')}", help=meaning)
+
+
 @dataclass(frozen=True, slots=True)
 class Common:
     """The options every command has."""
 
     address: Annotated[
-        str,
-        Option(
-            "--address",
-            envvar="KVTIER_ADDRESS",
-            help="unix:/path, grpc+unix:/path, grpc://host:port or grpcs://host:port.",
-        ),
+        str, _shared("address", "unix:/path, grpc+unix:/path, grpc://host:port or grpcs://host:port.")
     ] = ""
     token_file: Annotated[
-        Path | None,
-        Option("--token-file", envvar="KVTIER_TOKEN_FILE", help="File with the token alone, for grpc:// and grpcs://."),
+        Path | None, _shared("token-file", "File with the token alone, for grpc:// and grpcs://.")
     ] = None
-    ca: Annotated[
-        Path | None,
-        Option("--ca", envvar="KVTIER_CA", help="PEM of the authorities behind the daemon's certificate."),
-    ] = None
-    cert: Annotated[
-        Path | None, Option("--cert", envvar="KVTIER_CERT", help="PEM of this client's own certificate.")
-    ] = None
-    key: Annotated[Path | None, Option("--key", envvar="KVTIER_KEY", help="PEM of its private key.")] = None
+    ca: Annotated[Path | None, _shared("ca", "PEM of the authorities behind the daemon's certificate.")] = None
+    cert: Annotated[Path | None, _shared("cert", "PEM of this client's own certificate.")] = None
+    key: Annotated[Path | None, _shared("key", "PEM of its private key.")] = None
     deadline: Annotated[float, Option("--deadline", min=0.001, max=3600, help="Seconds to wait for each call.")] = 5.0
     json: Annotated[bool, Option("--json", help="One JSON object on stdout instead of a table.")] = False
 
     def client(self) -> Client:
         """The client these options mean; nothing is connected yet."""
-        secret = (
-            read_file(self.token_file, MAX_TOKEN_BYTES, pipes=True).decode("ascii", "replace").strip()
-            if self.token_file is not None
-            else None
-        )
+        secret = None
+        if self.token_file is not None:
+            secret = read_file(self.token_file, MAX_TOKEN_BYTES, pipes=True).decode("ascii", "replace").strip()
         files = {name: str(path) for name in ("ca", "cert", "key") if (path := getattr(self, name)) is not None}
         return Client(self.where, token=secret, **files)
 
@@ -94,26 +86,22 @@ class Common:
 
     @contextmanager
     def connected(self) -> Any:
-        """A client of a daemon that has answered once: afterwards what is missing is a miss, not a daemon that is not
-        there. Raises KvtierError."""
+        """A client of a daemon that answered once: from then on what is missing is a miss. Raises KvtierError."""
         with self.client() as client:
             client.status(deadline=self.deadline)
             yield client
 
 
 def command(name: str = "", to: typer.Typer = app) -> Callable[[Callable[..., Exit]], Callable[..., None]]:
-    """Registers a function as a command and turns errors into exit codes. A parameter that is a dataclass (`Common`,
-    ...) stands for its fields."""
+    """Registers a command; errors become exit codes. A parameter that is a dataclass (`Common`) means its fields."""
 
     def register(function: Callable[..., Exit]) -> Callable[..., None]:
         hints = get_type_hints(function, include_extras=True)
         parameters = list(inspect.signature(function).parameters.values())
         groups = {p.name: hints[p.name] for p in parameters if is_dataclass(hints[p.name])}
-        flat = [
-            one
-            for p in parameters
-            for one in (_fields(groups[p.name]) if p.name in groups else [p.replace(annotation=hints[p.name])])
-        ]
+        flat = []
+        for p in parameters:
+            flat += _fields(groups[p.name]) if p.name in groups else [p.replace(annotation=hints[p.name])]
 
         @functools.wraps(function)
         def run(**values: Any) -> None:
@@ -132,16 +120,9 @@ def command(name: str = "", to: typer.Typer = app) -> Callable[[Callable[..., Ex
 def _fields(kind: Any) -> list[inspect.Parameter]:
     """The fields of a dataclass of options as parameters."""
     hints = get_type_hints(kind, include_extras=True)
-    empty = inspect.Parameter.empty
-    return [
-        inspect.Parameter(
-            f.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=empty if f.default is MISSING else f.default,
-            annotation=hints[f.name],
-        )
-        for f in fields(kind)
-    ]
+    one, empty = inspect.Parameter, inspect.Parameter.empty
+    defaults = {f.name: empty if f.default is MISSING else f.default for f in fields(kind)}
+    return [one(name, one.KEYWORD_ONLY, default=at, annotation=hints[name]) for name, at in defaults.items()]
 
 
 def _run(call: Callable[[], Exit], as_json: bool) -> Exit:

@@ -1,5 +1,4 @@
-"""Commands about artifacts: import-scales, and artifact show | diff | verify. They read directories; only `verify` may
-ask a daemon."""
+"""Commands about artifacts: import-scales, and artifact show | diff | verify. Only `verify` may ask a daemon."""
 
 from __future__ import annotations
 
@@ -44,14 +43,8 @@ def import_(
     one: Annotated[bool, Option("--uncalibrated", help="Take scales that are all 1.0.")] = False,
 ) -> Exit:
     """Import a checkpoint's KV scales as an artifact: all of them or nothing, with everything that is wrong named."""
-    made, notes = import_scales(
-        checkpoint,
-        revision or None,
-        model=model or None,
-        allow_missing=allow_missing,
-        allow_extra=allow_extra,
-        uncalibrated=one,
-    )
+    allowed = {"allow_missing": allow_missing, "allow_extra": allow_extra, "uncalibrated": one}
+    made, notes = import_scales(checkpoint, revision or None, model=model or None, **allowed)
     made.save(save)
     for note in notes:
         message(note)
@@ -73,24 +66,17 @@ def show(
     """Show an artifact: where it comes from, its formats, its scales and those in use for queries, its digest."""
     found = bundle.load(directory)
     part = rank_scales(found, tp, rank)
-    warnings = [
-        one for one in (uncalibrated(found), beyond_calibration(found, context) if context else None) if one is not None
-    ]
+    advice = (uncalibrated(found), beyond_calibration(found, context) if context else None)
+    warnings = [one for one in advice if one is not None]
     values = {f"{layer}.{name}": [float(value) for value in vector] for (layer, name), vector in sorted(part.items())}
-    data = {
-        **_plain(found),
-        "scales": values,
-        "queries": _queries(found, part),
-        "warnings": [one.found for one in warnings],
-    }
+    data = {**_plain(found), "scales": values, "queries": _queries(found, part)}
+    data["warnings"] = [one.found for one in warnings]
 
     def print_it() -> None:
         _print(found, part)
         if scales:
-            output.table(
-                ("layer", "part", "scales"),
-                [(layer, name, _values(vector)) for (layer, name), vector in sorted(part.items())],
-            )
+            rows = [(layer, name, _values(vector)) for (layer, name), vector in sorted(part.items())]
+            output.table(("layer", "part", "scales"), rows)
 
     output.result(data, common.json, print_it)
     output.warn(warnings)
@@ -125,12 +111,8 @@ def verify(
     found = bundle.load(directory)
     if os.path.isdir(live):
         other, _ = import_scales(live, allow_missing=True, allow_extra=True, uncalibrated=True)
-        return _say(
-            common,
-            against(found, other.revision, pack_scales(other.scales)),
-            f"the scales of {live} are those of the artifact",
-            most,
-        )
+        differing = against(found, other.revision, pack_scales(other.scales))
+        return _say(common, differing, f"the scales of {live} are those of the artifact", most)
     if live.endswith(".json") or os.sep in live:
         description = read_description(Path(live))
     else:
@@ -149,12 +131,9 @@ def against_live(stored: Artifact, live: Description) -> list[Difference]:
     """The same for an engine's namespace, which may name its artifact."""
     found = against(stored, live.revision, dict(live.scales))
     if live.artifact is not None:
-        found = (
-            differences(
-                {"artifact": stored.digest, "codec": stored.codec}, {"artifact": live.artifact, "codec": live.codec}, 2
-            )
-            + found
-        )
+        sides = ((stored.digest, stored.codec), (live.artifact, live.codec))
+        left, right = ({"artifact": digest, "codec": codec} for digest, codec in sides)
+        found = differences(left, right, 2) + found
     return found
 
 
@@ -199,10 +178,7 @@ def _print(one: Artifact, scales: bundle.Scales) -> None:
         ("digest", one.digest),
         ("model", one.model),
         ("revision", one.revision),
-        (
-            "formats",
-            ", ".join(f"{name}: {form.dtype} per {form.granularity}" for name, form in sorted(one.parts.items())),
-        ),
+        ("formats", ", ".join(f"{name}: {f.dtype} per {f.granularity}" for name, f in sorted(one.parts.items()))),
         ("rule, codec, backend", f"{one.rule}, {one.codec}, {one.backend}"),
         ("calibration", one.calibration),
         ("largest calibrated position", position),
@@ -229,12 +205,10 @@ def _print(one: Artifact, scales: bundle.Scales) -> None:
             )
         )
     output.table(("what", "value"), rows)
-    layers = [
-        (layer, _span(scales, layer, "k"), _span(scales, layer, "v"))
-        for layer in sorted({layer for layer, _ in scales})
-    ]
-    if layers:
-        output.table(("layer", "k_scale", "v_scale"), layers)
+    if scales:
+        layers = sorted({layer for layer, _ in scales})
+        spans = [(layer, _span(scales, layer, "k"), _span(scales, layer, "v")) for layer in layers]
+        output.table(("layer", "k_scale", "v_scale"), spans)
 
 
 def _span(scales: bundle.Scales, layer: int, part: str) -> str:

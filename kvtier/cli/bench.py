@@ -1,5 +1,4 @@
-"""`kvtier bench [NAME] [ARGUMENT ...]`: the benchmarks of the checkout that this package is part of; elsewhere it says
-how to get them."""
+"""`kvtier bench [NAME] [ARGUMENT ...]`: the benchmarks of a checkout; elsewhere it says how to get them."""
 
 from __future__ import annotations
 
@@ -39,10 +38,8 @@ def bench(context: typer.Context) -> None:
     """Run a benchmark of the checkout: kvtier bench NAME [its arguments]. Without a name: a list of them."""
     root, arguments = checkout(), context.args
     if root is None:
-        output.message(
-            "the benchmarks are not installed with the package: clone the repository and say `make venv`, then "
-            "`.venv/bin/kvtier bench`"
-        )
+        how = "clone the repository and say `make venv`, then `.venv/bin/kvtier bench`"
+        output.message(f"the benchmarks are not installed with the package: {how}")
         raise SystemExit(Exit.USAGE)
     there = [name for name in NAMES if (root / "bench" / f"{name}.py").exists()]
     if not arguments or arguments[0] in ("--help", "-h"):
@@ -51,8 +48,5 @@ def bench(context: typer.Context) -> None:
     if arguments[0] not in there:
         output.message(f"there is no benchmark {arguments[0]!r:.80}: choose one of {', '.join(there)}")
         raise SystemExit(Exit.USAGE)
-    raise SystemExit(
-        subprocess.run(
-            [sys.executable, "-m", f"bench.{arguments[0]}", *arguments[1:]], cwd=root, check=False
-        ).returncode
-    )
+    program = [sys.executable, "-m", f"bench.{arguments[0]}", *arguments[1:]]
+    raise SystemExit(subprocess.run(program, cwd=root, check=False).returncode)

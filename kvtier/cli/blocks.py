@@ -202,17 +202,14 @@ def put(
         asked = _asked(client, common, which)
         nbytes, stored, reason = asked.extents.body_bytes, 0, ""
         if source != STDIO and file_bytes(source) != len(asked) * nbytes:
-            raise Invalid(
-                f"{source} has {file_bytes(source)} bytes; {len(asked)} bodies of {nbytes} are {len(asked) * nbytes}"
-            )
+            wanted = f"{len(asked)} bodies of {nbytes} are {len(asked) * nbytes}"
+            raise Invalid(f"{source} has {file_bytes(source)} bytes; {wanted}")
         with _source(source) as file, output.progress("put", len(asked) * nbytes) as moved:
             for first, n in asked.pieces():
                 raw = file.read(n * nbytes)
                 if len(raw) != n * nbytes or (first + n == len(asked) and file.read(1)):
-                    raise Invalid(
-                        f"{source} does not hold {len(asked)} bodies of {nbytes} bytes; {stored} blocks were stored "
-                        "before that was seen"
-                    )
+                    stop = f"{stored} blocks were stored before that was seen"
+                    raise Invalid(f"{source} does not hold {len(asked)} bodies of {nbytes} bytes; {stop}")
                 bodies = np.frombuffer(raw, np.uint8).reshape(n, nbytes)
                 answer = client.put(asked.ns, asked.part(first, n), list(bodies), **asked.options)
                 stored += answer

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -52,8 +52,7 @@ _LIBRARIES = ("numpy", "protobuf", "grpcio", "xxhash", "prometheus-client", "saf
 
 @dataclass(frozen=True, slots=True)
 class HostFinding:
-    """One thing looked at. `state` is good, note (worth knowing) or bad (will hurt or fail); `advice` says what to do
-    or expect."""
+    """One thing looked at. `state`: good, note (worth knowing) or bad (will hurt or fail); `advice`: what to do."""
 
     subject: str
     found: str
@@ -61,26 +60,21 @@ class HostFinding:
     advice: str = ""
 
 
+def _judged(subject: str, found: str, advice: str, worse: str = NOTE) -> HostFinding:
+    """Good where there is nothing to advise, else `worse`."""
+    return HostFinding(subject, found, worse if advice else GOOD, advice)
+
+
 @command()
 def doctor(
     common: Common,
     disk: Annotated[
-        Path | None,
-        Option("--disk", help="Directory to write and read 64 MiB in. [default: the temporary directory]"),
+        Path | None, Option("--disk", help="Directory to write and read 64 MiB in. [default: the temporary directory]")
     ] = None,
 ) -> Exit:
     """Look at this host and say what to expect and what to change. Exit code 1 if something is bad."""
-    checks: list[Callable[[], Iterator[HostFinding]]] = [
-        versions,
-        kernel,
-        memory,
-        huge_pages,
-        limits,
-        copies,
-        lambda: disk_speed(disk or Path(tempfile.gettempdir())),
-        lambda: daemon(common),
-    ]
-    findings = [finding for check in checks for finding in check()]
+    findings = [finding for check in (versions, kernel, memory, huge_pages, limits, copies) for finding in check()]
+    findings += [*disk_speed(disk or Path(tempfile.gettempdir())), *daemon(common)]
     bad = sum(finding.state == BAD for finding in findings)
     data: dict[str, Any] = {"bad": bad, "findings": [asdict(finding) for finding in findings]}
     output.result(data, common.json, lambda: _print(findings, bad))
@@ -94,12 +88,8 @@ def versions() -> Iterator[HostFinding]:
     for name in _LIBRARIES:
         yield HostFinding(name, importlib.metadata.version(name))
     kind = api_implementation.Type()
-    advice = (
-        ""
-        if kind == "upb"
-        else "install a protobuf wheel with its compiled part: each call costs several times more without"
-    )
-    yield HostFinding("protobuf implementation", kind, GOOD if kind == "upb" else BAD, advice)
+    advice = "install a protobuf wheel with its compiled part: each call costs several times more without"
+    yield _judged("protobuf implementation", kind, "" if kind == "upb" else advice, BAD)
 
 
 def kernel() -> Iterator[HostFinding]:
@@ -109,33 +99,24 @@ def kernel() -> Iterator[HostFinding]:
         os.close(os.memfd_create("kvtier-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
         yield HostFinding("memfd_create", "works")
     except OSError as error:
-        yield HostFinding(
-            "memfd_create",
-            f"refused: {error.strerror}",
-            BAD,
-            "the arena needs it: allow it in the container's seccomp profile",
-        )
+        advice = "the arena needs it: allow it in the container's seccomp profile"
+        yield HostFinding("memfd_create", f"refused: {error.strerror}", BAD, advice)
     try:
         os.close(os.pidfd_open(os.getpid()))
         pidfd = True
         yield HostFinding("pidfd_open", "works")
     except OSError as error:
         pidfd = False
-        yield HostFinding(
-            "pidfd_open",
-            f"refused: {error.strerror}",
-            NOTE,
-            "a daemon then relies on SO_PEERPIDFD; allow it in the seccomp profile",
-        )
+        advice = "a daemon then relies on SO_PEERPIDFD; allow it in the seccomp profile"
+        yield HostFinding("pidfd_open", f"refused: {error.strerror}", NOTE, advice)
     left, right = socket.socketpair(socket.AF_UNIX)
     with left, right:
         try:
             os.close(struct.unpack("i", left.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, 4))[0])
             yield HostFinding("SO_PEERPIDFD", "works")
         except OSError:
-            advice = "before Linux 6.5 clients pass a pidfd of their own" + (
-                "" if pidfd else "; without either, no client may map the arena: use gRPC"
-            )
+            without = "" if pidfd else "; without either, no client may map the arena: use gRPC"
+            advice = f"before Linux 6.5 clients pass a pidfd of their own{without}"
             yield HostFinding("SO_PEERPIDFD", "not there", NOTE if pidfd else BAD, advice)
 
 
@@ -143,29 +124,17 @@ def memory() -> Iterator[HostFinding]:
     """How much there is, whose limit it is under, how fast it is backed."""
     limit, machine = memory_limit(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     whose = "of a control group" if limit < machine else "of the machine"
-    advice = (
-        "the arena is charged to the daemon's limit: request arena + 512 MiB for its container; "
-        f"{size(limit // 4)} is the default arena"
-    )
+    request = "request arena + 512 MiB for its container"
+    advice = f"the arena is charged to the daemon's limit: {request}; {size(limit // 4)} is the default arena"
     yield HostFinding("memory limit", f"{size(limit)}, {whose}", NOTE if limit < machine else GOOD, advice)
     available = _meminfo("MemAvailable")
     if available is not None:
-        short = available < limit // 4
-        yield HostFinding(
-            "memory available",
-            size(available),
-            BAD if short else GOOD,
-            "less than the default arena: write a smaller arena_bytes" if short else "",
-        )
+        advice = "less than the default arena: write a smaller arena_bytes" if available < limit // 4 else ""
+        yield _judged("memory available", size(available), advice, BAD)
     swap = _meminfo("SwapTotal")
     if swap:
-        yield HostFinding(
-            "swap",
-            size(swap),
-            NOTE,
-            "a cold arena may be swapped out, and a block then comes back at the speed of the disk: turn swap off "
-            "for it",
-        )
+        slow = "a cold arena may be swapped out, and a block then comes back at the speed of the disk"
+        yield HostFinding("swap", size(swap), NOTE, f"{slow}: turn swap off for it")
     if limit < 4 * PROBE:
         yield HostFinding("first touch", "not tried: too little memory", NOTE)
         return
@@ -179,13 +148,9 @@ def memory() -> Iterator[HostFinding]:
         return
     finally:
         arena.close()
-    seconds = limit / 4 / rate
-    yield HostFinding(
-        "first touch",
-        f"{rate / 1e9:.1f} GB/s",
-        GOOD,
-        f"the default arena is backed {seconds:.0f} s after the start; calls are served from the first 64 MiB on",
-    )
+    backed = f"the default arena is backed {limit / 4 / rate:.0f} s after the start"
+    advice = f"{backed}; calls are served from the first 64 MiB on"
+    yield HostFinding("first touch", f"{rate / 1e9:.1f} GB/s", GOOD, advice)
 
 
 def huge_pages() -> Iterator[HostFinding]:
@@ -198,28 +163,21 @@ def huge_pages() -> Iterator[HostFinding]:
     mode = text[text.find("[") + 1 : text.find("]")]
     on = mode in ("always", "within_size", "force")
     advice = "" if on else f"small pages work; `echo within_size > {SHMEM}` lets the kernel use huge ones for the arena"
-    yield HostFinding("huge pages for shared memory", mode, GOOD if on else NOTE, advice)
+    yield _judged("huge pages for shared memory", mode, advice)
 
 
 def limits() -> Iterator[HostFinding]:
     """Locked memory and descriptors of this user's processes."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    text = "unlimited" if soft == resource.RLIM_INFINITY else size(soft)
-    advice = (
-        ""
-        if soft == resource.RLIM_INFINITY
-        else "the daemon locks nothing; engines that pin the arena for DMA may need LimitMEMLOCK=infinity (or "
-        "--ulimit memlock=-1)"
-    )
-    yield HostFinding("locked memory (memlock)", text, GOOD if not advice else NOTE, advice)
+    if soft == resource.RLIM_INFINITY:
+        yield HostFinding("locked memory (memlock)", "unlimited")
+    else:
+        need = "engines that pin the arena for DMA may need LimitMEMLOCK=infinity (or --ulimit memlock=-1)"
+        yield HostFinding("locked memory (memlock)", size(soft), NOTE, f"the daemon locks nothing; {need}")
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     low = soft != resource.RLIM_INFINITY and soft < 4096
-    yield HostFinding(
-        "open files (nofile)",
-        str(soft),
-        NOTE if low else GOOD,
-        "a daemon with many clients needs two per client: LimitNOFILE=65536" if low else "",
-    )
+    advice = "a daemon with many clients needs two per client: LimitNOFILE=65536" if low else ""
+    yield _judged("open files (nofile)", str(soft), advice)
 
 
 def copies() -> Iterator[HostFinding]:
@@ -238,13 +196,9 @@ def copies() -> Iterator[HostFinding]:
         del source, target
     rate = median(rates[1:])
     slow = rate < 2e9
-    advice = f"a put or get of 1 MiB moves at about this speed: {MiB / rate * 1e6:.0f} us"
-    yield HostFinding(
-        "memcpy",
-        f"{rate / 1e9:.1f} GB/s",
-        NOTE if slow else GOOD,
-        advice + ("; that is slow: is the host overcommitted or throttled?" if slow else ""),
-    )
+    why = "; that is slow: is the host overcommitted or throttled?" if slow else ""
+    advice = f"a put or get of 1 MiB moves at about this speed: {MiB / rate * 1e6:.0f} us{why}"
+    yield HostFinding("memcpy", f"{rate / 1e9:.1f} GB/s", NOTE if slow else GOOD, advice)
 
 
 def disk_speed(directory: Path) -> Iterator[HostFinding]:
@@ -264,17 +218,10 @@ def disk_speed(directory: Path) -> Iterator[HostFinding]:
         yield HostFinding("disk", f"{directory}: {error.strerror}", NOTE, "cannot be written to by this user")
         return
     how = "O_DIRECT" if direct else "through the page cache: no O_DIRECT here"
-    advice = (
-        "only a lower tier needs it"
-        if direct
-        else "a lower tier here would use the page cache: its memory counts against the container too"
-    )
-    yield HostFinding(
-        "disk",
-        f"{directory}: write {write / 1e9:.2f}, read {read / 1e9:.2f} GB/s ({how}), {size(free)} free",
-        GOOD if direct else NOTE,
-        advice,
-    )
+    cached = "a lower tier here would use the page cache: its memory counts against the container too"
+    rates = f"write {write / 1e9:.2f}, read {read / 1e9:.2f} GB/s ({how}), {size(free)} free"
+    state, advice = (GOOD, "only a lower tier needs it") if direct else (NOTE, cached)
+    yield HostFinding("disk", f"{directory}: {rates}", state, advice)
 
 
 def daemon(common: Common) -> Iterator[HostFinding]:
@@ -289,39 +236,21 @@ def daemon(common: Common) -> Iterator[HostFinding]:
                 client.status(deadline=common.deadline)
                 times.append(time.perf_counter() - began)
     except KvtierError as error:
-        yield HostFinding(
-            "daemon", f"none at {common.where}: {error}", NOTE, "start one with kvtier-server, or correct --address"
-        )
+        advice = "start one with kvtier-server, or correct --address"
+        yield HostFinding("daemon", f"none at {common.where}: {error}", NOTE, advice)
         return
     yield HostFinding("daemon", f"{common.where}, version {status['version']}, pid {status['pid']}")
     ordered = sorted(times)
     text = f"{median(ordered) * 1e6:.0f} us, p99 {ordered[int(0.99 * CALLS)] * 1e6:.0f} us"
-    slow = median(ordered) > 1e-3
-    yield HostFinding(
-        "round trip (status call)",
-        text,
-        NOTE if slow else GOOD,
-        "the Unix transport answers in 0.1 ms on a quiet host: busy cores, or gRPC?" if slow else "",
-    )
+    quiet = "the Unix transport answers in 0.1 ms on a quiet host: busy cores, or gRPC?"
+    yield _judged("round trip (status call)", text, quiet if median(ordered) > 1e-3 else "")
     ready, total = status["arena_ready_bytes"], status["arena_bytes"]
-    behind = (
-        ""
-        if ready >= total
-        else "still being backed by memory: if this number stands still, see the daemon's log for `arena not backed`"
-    )
-    yield HostFinding(
-        "arena",
-        f"{size(total)}, {size(ready)} backed, {size(status['used_bytes'])} used",
-        GOOD if not behind else NOTE,
-        behind,
-    )
+    where = "if this number stands still, see the daemon's log for `arena not backed`"
+    behind = f"still being backed by memory: {where}" if ready < total else ""
+    yield _judged("arena", f"{size(total)}, {size(ready)} backed, {size(status['used_bytes'])} used", behind)
+    advice = "every scale is 1.0: kvtier calibrate makes better ones, kvtier evaluate says what 1.0 costs"
     for name in unscaled:
-        yield HostFinding(
-            "uncalibrated",
-            name,
-            NOTE,
-            "every scale is 1.0: kvtier calibrate makes better ones, kvtier evaluate says what 1.0 costs",
-        )
+        yield HostFinding("uncalibrated", name, NOTE, advice)
     yield from _daemon_limits(status["pid"])
 
 
@@ -345,9 +274,8 @@ def _daemon_limits(pid: int) -> Iterator[HostFinding]:
         return  # another host's, another container's, or another user's
     files = next((line.split()[3] for line in lines if line.startswith("Max open files")), "")
     if files.isdigit() and int(files) < 4096:
-        yield HostFinding(
-            "the daemon's open files", files, NOTE, "two per client and socket: LimitNOFILE=65536 in its unit"
-        )
+        advice = "two per client and socket: LimitNOFILE=65536 in its unit"
+        yield HostFinding("the daemon's open files", files, NOTE, advice)
 
 
 def _meminfo(name: str) -> int | None:

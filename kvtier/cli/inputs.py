@@ -36,8 +36,7 @@ Revision = Annotated[str, Option("--revision", help="The model's revision. [defa
 
 
 def description_of(name: str, client: Client, deadline: float) -> Description:
-    """The description a NAMESPACE argument means: a JSON file, or the beginning of the digest of one the daemon
-    knows."""
+    """The description a NAMESPACE argument means: a JSON file, or the beginning of a digest the daemon knows."""
     if is_file(name):
         return read_description(Path(name))
     return Description.from_json(client.show(name, deadline=deadline)[1])
@@ -68,9 +67,8 @@ def hashes_of(
 ) -> bytes:
     """Concatenated content hashes from exactly one of: hex digits, a file of them (one a line), a file of token ids."""
     if sum((bool(given), hashes is not None, tokens is not None)) != 1:
-        raise Invalid(
-            "say which blocks by one of --hash HEX (more than once, if you like), --hashes FILE or --tokens FILE"
-        )
+        ways = "--hash HEX (more than once, if you like), --hashes FILE or --tokens FILE"
+        raise Invalid(f"say which blocks by one of {ways}")
     if tokens is not None:
         return b"".join(token_hashes(description, group, read_tokens(tokens)))
     lines = list(given)
@@ -83,15 +81,13 @@ def hashes_of(
     nbytes = description.hashing.nbytes
     for place, line in enumerate(lines, 1):
         if not _HEX.fullmatch(line) or len(line) != 2 * nbytes:
-            raise Invalid(
-                f"hash {place}: {line!r:.80} is not one of this namespace: write {2 * nbytes} lower-case hex digits"
-            )
+            wanted = f"write {2 * nbytes} lower-case hex digits"
+            raise Invalid(f"hash {place}: {line!r:.80} is not one of this namespace: {wanted}")
     return bytes.fromhex("".join(lines))
 
 
 def read_tokens(path: Path) -> list[int]:
-    """Token ids from a file: numbers between spaces, commas or line ends, with or without the brackets of a JSON
-    list."""
+    """Token ids from a file: numbers between spaces, commas or line ends, with or without a JSON list's brackets."""
     try:
         text = read_file(path, MAX_LIST_BYTES, pipes=True).decode("ascii").strip()
     except UnicodeDecodeError:
@@ -104,22 +100,17 @@ def read_tokens(path: Path) -> list[int]:
 
 
 def token_hashes(description: Description, group: int, tokens: Sequence[int]) -> list[bytes]:
-    """Hashes of the whole blocks of a prompt, by `identity.chain_hashes`; a block of several engine blocks has its last
-    one's hash."""
+    """Hashes of a prompt's whole blocks, by `identity.chain_hashes`; one of several engine blocks has its last hash."""
     scheme = description.hashing
     if scheme.algorithm != CHAIN or scheme.lookahead or scheme.nbytes != 32:
-        raise Invalid(
-            f"hashes of this namespace are made by {scheme.algorithm!r}, which only its engine can do: give them by "
-            "--hash or --hashes"
-        )
+        made = f"hashes of this namespace are made by {scheme.algorithm!r}, which only its engine can do"
+        raise Invalid(f"{made}: give them by --hash or --hashes")
     if not 0 <= group < len(description.layout.groups):
         raise Invalid(f"there is no group {group}; this namespace has {len(description.layout.groups)}")
     each, rest = divmod(description.layout.groups[group].tokens, scheme.block_tokens)
     if rest or not each:
-        raise Invalid(
-            f"a block of group {group} does not cover whole hash blocks of {scheme.block_tokens} tokens: give its "
-            "hashes by --hash or --hashes"
-        )
+        covers = f"a block of group {group} does not cover whole hash blocks of {scheme.block_tokens} tokens"
+        raise Invalid(f"{covers}: give its hashes by --hash or --hashes")
     return chain_hashes(tokens, scheme.block_tokens, chain_seed(scheme.seed))[each - 1 :: each]
 
 
@@ -137,8 +128,7 @@ def span(text: str, what: str) -> tuple[int, int | None]:
 
 
 def context_of(context: str, adapter: str, salt_file: Path | None) -> bytes:
-    """A request context: 64 hex digits, or made of an adapter's digest and a salt. The salt comes by a file, so that no
-    process list shows it."""
+    """A request context: 64 hex digits, or of an adapter's digest and a salt in a file (no process list shows it)."""
     if context:
         if adapter or salt_file is not None:
             raise Invalid("--context is the whole context: leave --adapter and --salt-file out")

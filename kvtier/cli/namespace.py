@@ -100,9 +100,7 @@ def drop(common: Common, name: Digest, yes: Annotated[bool, Option("--yes", help
 
 @command()
 def ttl(
-    common: Common,
-    name: Digest,
-    after: Annotated[str, Argument(help="A time such as 90s, 30m, 24h or 7d, or `off`.")],
+    common: Common, name: Digest, after: Annotated[str, Argument(help="A time such as 90s, 30m, 24h or 7d, or `off`.")]
 ) -> Exit:
     """Let blocks of a namespace be forgotten that nobody has put or used for so long (role admin)."""
     seconds = duration(after)

@@ -112,8 +112,7 @@ def _quiet() -> bool:
 
 @contextmanager
 def progress(what: str, total: int, unit: str = "") -> Iterator[Callable[[int], None]]:
-    """A bar on stderr, where that is a terminal, of bytes or of what `unit` says. Yields the function that moves it
-    on."""
+    """A bar on stderr, where that is a terminal, of bytes or of what `unit` says. Yields the function that moves it."""
     counted = (
         (TextColumn("{task.completed:,.0f}/{task.total:,.0f} " + unit),)
         if unit
@@ -128,13 +127,8 @@ def progress(what: str, total: int, unit: str = "") -> Iterator[Callable[[int], 
 @contextmanager
 def steps() -> Iterator[Callable[[str, int, int], None]]:
     """A bar per step on stderr, where that is a terminal. Yields (what, done, total) -> None."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f}%"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
+    share, times = TextColumn("{task.percentage:>3.0f}%"), (TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), share, *times)
     with Progress(*columns, console=Console(stderr=True), disable=_quiet()) as bars:
         tasks: dict[str, TaskID] = {}
 

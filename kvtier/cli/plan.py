@@ -72,9 +72,8 @@ class StoredForm:
         if scales is not None:
             excluded |= set(scales.excluded)
             granularity = next(iter(scales.parts.values())).granularity
-        return Choice(
-            "e4m3fn", granularity, self.block, self.engine_blocks, excluded, self.sliding, self.tp, self.in_flight
-        )
+        sizes, shares = (self.block, self.engine_blocks), (self.tp, self.in_flight)
+        return Choice("e4m3fn", granularity, *sizes, excluded, self.sliding, *shares)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +104,7 @@ def plan_command(
     form: StoredForm,
     figures: Figures,
     context: Annotated[
-        str,
-        Option("--context", help="Context lengths, e.g. 2048,8192. [default: the longest and a quarter of it]"),
+        str, Option("--context", help="Context lengths, e.g. 2048,8192. [default: the longest and a quarter of it]")
     ] = "",
     scales: Annotated[
         Path | None, Option("--artifact", help="An artifact: its format, exclusions and calibrated length.")
@@ -126,42 +124,24 @@ def plan_command(
 
 def work_out(caches: ModelCaches, choice: Choice, nbytes: int, contexts: list[int], figures: Figures) -> dict[str, Any]:
     """All numbers of a plan as plain data."""
-    native = replace(choice, dtype=caches.dtype, granularity="none")
-    groups = {
-        name: [asdict(group) for group in capacity.group_sizes(caches, one)]
-        for name, one in (("native", native), ("fp8", choice))
-    }
+    forms = {"native": replace(choice, dtype=caches.dtype, granularity="none"), "fp8": choice}
+    groups = {name: [asdict(group) for group in capacity.group_sizes(caches, one)] for name, one in forms.items()}
     rows = []
     for context in contexts:
-        pools = {
-            name: capacity.pool(caches, one, nbytes, context) for name, one in (("native", native), ("fp8", choice))
-        }
+        pools = {name: capacity.pool(caches, one, nbytes, context) for name, one in forms.items()}
         row: dict[str, Any] = {"context": context, "ratio": pools["fp8"].concurrency / pools["native"].concurrency}
         for name, pool in pools.items():
-            row[name] = {
-                **asdict(pool),
-                "tokens": pool.tokens,
-                "concurrency": pool.concurrency,
-                "sequences": int(pool.concurrency),
-            }
+            row[name] = {**asdict(pool), "tokens": pool.tokens, "concurrency": pool.concurrency}
+            row[name]["sequences"] = int(pool.concurrency)
         rows.append(row)
-    bytes_per_token = {name: capacity.stored_bytes(caches, one) for name, one in (("native", native), ("fp8", choice))}
+    bytes_per_token = {name: capacity.stored_bytes(caches, one) for name, one in forms.items()}
     tiers = []
-    for name, count in (
-        ("arena", capacity.arena_tokens),
-        ("ssd", capacity.ssd_tokens),
-        ("redis", capacity.redis_tokens),
-    ):
-        if text := getattr(figures, name):
+    counts = {"arena": capacity.arena_tokens, "ssd": capacity.ssd_tokens, "redis": capacity.redis_tokens}
+    for tier, count in counts.items():
+        if text := getattr(figures, tier):
             given = parse_size(text)
-            tiers.append(
-                {
-                    "tier": name,
-                    "bytes": given,
-                    "native": count(caches, native, given),
-                    "fp8": count(caches, choice, given),
-                }
-            )
+            held = {name: count(caches, one, given) for name, one in forms.items()}
+            tiers.append({"tier": tier, "bytes": given, **held})
     exclusions = {layer.index: capacity.exclusion_bytes(caches, choice, layer.index) for layer in caches.cached}
     return {
         "model": caches.model,
@@ -186,10 +166,8 @@ def _break_evens(bytes_per_token: dict[str, float], figures: Figures, tp: int) -
         }
     if figures.itl_native and figures.itl_fp8:
         lines = [capacity.line(pairs(text)) for text in (figures.itl_native, figures.itl_fp8)]
-        found["decode"] = {
-            "tokens": capacity.decode_break_even(*lines),
-            "slope_ratio": lines[1][1] / lines[0][1] if lines[0][1] else None,
-        }
+        ratio = lines[1][1] / lines[0][1] if lines[0][1] else None
+        found["decode"] = {"tokens": capacity.decode_break_even(*lines), "slope_ratio": ratio}
     return found
 
 
@@ -197,9 +175,8 @@ def _advice(
     caches: ModelCaches, choice: Choice, contexts: list[int], found: dict[str, Any], bundle: artifact.Artifact | None
 ) -> list[Advice]:
     decode, last = found["decode"], found["capacity"][-1]
-    advice = advise(
-        caches, choice, contexts[-1], last["ratio"], decode["tokens"] if decode else None, decode is not None
-    )
+    tokens = decode["tokens"] if decode else None
+    advice = advise(caches, choice, contexts[-1], last["ratio"], tokens, decode is not None)
     warnings = [beyond_calibration(bundle, contexts[-1]), uncalibrated(bundle)] if bundle is not None else []
     return [one for one in warnings if one is not None] + advice
 
@@ -209,9 +186,8 @@ def weight_bytes(model: Path) -> int:
     folder = model if model.is_dir() else model.parent
     total = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     if not total:
-        raise Invalid(
-            f"{folder} has no safetensors files: say how large the weights are with --weights, or give --kv-bytes"
-        )
+        advice = "say how large the weights are with --weights, or give --kv-bytes"
+        raise Invalid(f"{folder} has no safetensors files: {advice}")
     return total
 
 
@@ -240,23 +216,14 @@ def _print(found: dict[str, Any], advice: list[dict[str, str]]) -> None:
     output.table(columns, capacity)
     stored = found["stored_bytes_per_token"]
     fewer = stored["native"] / stored["fp8"]
-    print(
-        f"\nin kvtier a token is {stored['native']:,.0f} bytes natively, {stored['fp8']:,.0f} in FP8 ({fewer:.3f} "
-        "times fewer)"
-    )
+    sizes = f"{stored['native']:,.0f} bytes natively, {stored['fp8']:,.0f} in FP8"
+    print(f"\nin kvtier a token is {sizes} ({fewer:.3f} times fewer)")
     if found["tiers"]:
-        output.table(
-            ("tier", "size", "native tokens", "FP8 tokens"),
-            [(t["tier"], size(t["bytes"]), t["native"], t["fp8"]) for t in found["tiers"]],
-        )
+        tiers = [(t["tier"], size(t["bytes"]), t["native"], t["fp8"]) for t in found["tiers"]]
+        output.table(("tier", "size", "native tokens", "FP8 tokens"), tiers)
     print(_sentence("restore instead of recompute", found["restore"], "give --link and --prefill"))
-    print(
-        _sentence(
-            "FP8 decode instead of native",
-            found["decode"] and {"": found["decode"]["tokens"]},
-            "give --itl-native and --itl-fp8",
-        )
-    )
+    decode = found["decode"] and {"": found["decode"]["tokens"]}
+    print(_sentence("FP8 decode instead of native", decode, "give --itl-native and --itl-fp8"))
     for one in advice:
         print(f"{one['topic']}: {one['found']}\n    {one['do']}")
 
@@ -264,7 +231,5 @@ def _print(found: dict[str, Any], advice: list[dict[str, str]]) -> None:
 def _sentence(what: str, lengths: dict[str, float | None] | None, ask: str) -> str:
     if lengths is None:
         return f"{what}: not worked out; {ask}"
-    said = [
-        f"{name} {'at no length' if n is None else f'from {n:,.0f} tokens on'}".strip() for name, n in lengths.items()
-    ]
-    return f"{what}: pays {', '.join(said)}"
+    where = {name: "at no length" if n is None else f"from {n:,.0f} tokens on" for name, n in lengths.items()}
+    return f"{what}: pays {', '.join(f'{name} {text}'.strip() for name, text in where.items())}"

@@ -1,5 +1,4 @@
-"""`kvtier calibrate` and `kvtier evaluate`: scales from data, and what quantized KV costs. Need torch and transformers
-(the extra `torch`)."""
+"""`kvtier calibrate` and `kvtier evaluate`: scales from data, and what quantized KV costs. Need the extra `torch`."""
 
 from __future__ import annotations
 
@@ -77,16 +76,14 @@ def calibrate(
         step("load the model", 1, 1)
         out = sorted({*out, *(() if sliding else loaded.caches.windowed)})
         pieces = quality.texts.read(text or [], loaded.encode, length, samples)
-        observer = quality.calibrate.observe(loaded, pieces, lambda done, total: step("calibrate", done, total))
+        observer = quality.calibrate.observe(loaded, pieces, partial(step, "calibrate"))
         rules = {"granularity": granularity, "rule": rule, "headroom": headroom, "percent": percentile}
         export = partial(quality.calibrate.export, loaded, observer, pieces, **rules, excluded=out)
         made = export()
         costs: dict[int, float] = {}
         if sensitivity:
             tokens = quality.texts.read(text or [], loaded.encode, sensitivity, 1)[0].tokens
-            costs = quality.calibrate.sensitivity(
-                loaded, made, tokens, lambda done, total: step("each layer alone", done, total)
-            )
+            costs = quality.calibrate.sensitivity(loaded, made, tokens, partial(step, "each layer alone"))
             made = export(report=quality.calibrate.sensitivity_report(costs))
     made.save(save)
     if statistics is not None:
@@ -106,31 +103,20 @@ def _say(
     curve: list[tuple[float, float]],
 ) -> None:
     """What a calibration has to say."""
-    data = {
-        "digest": made.digest,
-        "manifest": made.to_json(),
-        "strata": strata,
-        "clip_curve": curve,
-        "sensitivity": costs,
-        "proposed_exclusions": [
-            {"layer": layer, "kl": cost, "bytes_per_token": nbytes} for layer, cost, nbytes in proposed
-        ],
-    }
+    data: dict[str, Any] = {"digest": made.digest, "manifest": made.to_json(), "strata": strata}
+    data |= {"clip_curve": curve, "sensitivity": costs}
+    columns = ("layer", "kl", "bytes_per_token")
+    data["proposed_exclusions"] = [dict(zip(columns, one, strict=True)) for one in proposed]
 
     def show() -> None:
-        print(
-            f"artifact {made.digest}\n{save}: {len(made.scales)} scales, positions up to {made.calibrated_position}, "
-            f"{made.report['mix']}"
-        )
+        print(f"artifact {made.digest}")
+        print(f"{save}: {len(made.scales)} scales, positions up to {made.calibrated_position}, {made.report['mix']}")
         output.table(("stratum", "layers and parts whose largest value it has"), list(strata.items()))
-        output.table(
-            ("scale times", "share that clips"), [(f"1/{1 / factor:.0f}", f"{share:.2e}") for factor, share in curve]
-        )
+        shares = [(f"1/{1 / factor:.0f}", f"{share:.2e}") for factor, share in curve]
+        output.table(("scale times", "share that clips"), shares)
         for layer, cost, nbytes in proposed:
-            print(
-                f"layer {layer} alone costs KL {cost:.4f}; leaving it native costs {nbytes:,} bytes a token: "
-                f"--exclude {layer}"
-            )
+            native = f"leaving it native costs {nbytes:,} bytes a token: --exclude {layer}"
+            print(f"layer {layer} alone costs KL {cost:.4f}; {native}")
         if costs and not proposed:
             print("no layer stands out: nothing to exclude")
 
@@ -195,16 +181,12 @@ def evaluate(
     files = quality.report.write(made, report)
     verdicts = made.verdicts
     output.warn(made.warnings)
-    data = {
-        "verdicts": [asdict(v) for v in verdicts],
-        "warnings": [asdict(one) for one in made.warnings],
-        "files": [str(file) for file in files],
-    }
+    data: dict[str, Any] = {"verdicts": [asdict(v) for v in verdicts], "files": [str(file) for file in files]}
+    data["warnings"] = [asdict(one) for one in made.warnings]
 
     def show() -> None:
-        output.table(
-            ("model", "scheme", "verdict", "why"), [(v.model, v.scheme, v.word, "; ".join(v.reasons)) for v in verdicts]
-        )
+        rows = [(v.model, v.scheme, v.word, "; ".join(v.reasons)) for v in verdicts]
+        output.table(("model", "scheme", "verdict", "why"), rows)
         print(f"report: {files[0]}")
 
     output.result(data, common.json, show)
@@ -222,11 +204,8 @@ def _uncalibrated(common: Common, model: str, save: Path, granularity: str, excl
     made = uncalibrated(caches, name, exact, granularity, excluded)
     made.save(save)
     message("UNCALIBRATED: every scale is 1.0; values beyond 448 will be clipped")
-    output.result(
-        {"digest": made.digest, "manifest": made.to_json(), "uncalibrated": True},
-        common.json,
-        lambda: print(f"artifact {made.digest}"),
-    )
+    data = {"digest": made.digest, "manifest": made.to_json(), "uncalibrated": True}
+    output.result(data, common.json, lambda: print(f"artifact {made.digest}"))
     return Exit.OK
 
 
@@ -256,9 +235,8 @@ def _curve(observer: Any, made: bundle.Artifact) -> list[tuple[float, float]]:
     """The clip curve over the whole model: (factor on the scales, share of values that would clip)."""
     from kvtier.quality.observe import clip_curve
 
-    curves = [
-        (observer.seen[key].elements, clip_curve(observer.seen[key], scales)) for key, scales in made.scales.items()
-    ]
+    both = [(observer.seen[key], scales) for key, scales in made.scales.items()]
+    curves = [(seen.elements, clip_curve(seen, scales)) for seen, scales in both]
     total = sum(elements for elements, _ in curves)
     shares = [sum(n * points[place][1] for n, points in curves) / total for place in range(len(curves[0][1]))]
     return [(factor, share) for (factor, _), share in zip(curves[0][1], shares, strict=True)]

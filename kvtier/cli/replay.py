@@ -1,5 +1,4 @@
-"""`kvtier replay TRACE`: what an arena would hit on a trace of requests, in BF16 with LRU and in FP8 with kvtier's
-order; needs no daemon."""
+"""`kvtier replay TRACE`: what an arena would hit on a trace, in BF16 with LRU and in FP8 with kvtier's order."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ def replay(
         ),
     ],
     nbytes: Annotated[
-        str,
-        Option("--bytes", help="An arena of this size, such as 600GiB: BF16 with LRU beside FP8 with every order."),
+        str, Option("--bytes", help="An arena of this size, such as 600GiB: BF16 with LRU beside FP8 with every order.")
     ] = "",
     shape: Annotated[str, Option("--layout", help="Layers, KV heads and width of a head of the model.")] = "32,8,128",
     tokens: Annotated[int, Option("--tokens", min=16, help="Tokens of one of the trace's blocks.")] = 512,
@@ -55,12 +53,8 @@ def replay(
     with output.progress("replaying", runs * len(requests), unit="requests") as advance:
         found = at_bytes(requests, size, tokens, sides, list(POLICIES), advance) if size else []
         curves = at_shares(requests, list(POLICIES), advance) if not size or plot else []
-    data: dict[str, Any] = {
-        "trace": str(trace),
-        "requests": len(requests),
-        "distinct_blocks": distinct(requests),
-        "rows": found or curves,
-    }
+    data: dict[str, Any] = {"trace": str(trace), "requests": len(requests), "distinct_blocks": distinct(requests)}
+    data["rows"] = found or curves
     if size:
         data |= {"arena_bytes": size, **_doubling(found)}
     if plot is not None:
@@ -72,9 +66,8 @@ def replay(
 def _sides(text: str) -> tuple[int, int, int]:
     parts = text.split(",")
     if len(parts) != 3 or not all(part.isascii() and part.isdigit() and 0 < int(part) < 2**16 for part in parts):
-        raise Invalid(
-            f"--layout {text!r:.80} is not three numbers: write layers,KV heads,width of a head, such as 32,8,128"
-        )
+        wanted = "write layers,KV heads,width of a head, such as 32,8,128"
+        raise Invalid(f"--layout {text!r:.80} is not three numbers: {wanted}")
     layers, heads, width = map(int, parts)
     return layers, heads, width
 
@@ -83,19 +76,15 @@ def _doubling(rows: Rows) -> dict[str, Any]:
     """How many times the blocks FP8 holds, counted in slots and slabs, and what that and the order give."""
     before = rows[0]
     ours = next(row for row in rows if row["format"] != before["format"] and row["policy"] == "kvtier")
-    return {
-        "times_the_blocks": ours["blocks"] / before["blocks"],
-        "before": before["hit_ratio"],
-        "after": ours["hit_ratio"],
-    }
+    times = ours["blocks"] / before["blocks"]
+    return {"times_the_blocks": times, "before": before["hit_ratio"], "after": ours["hit_ratio"]}
 
 
 def _print(found: Rows, curves: Rows, data: dict[str, Any], plot: Path | None) -> None:
     if found:
         columns = ("format", "policy", "slot bytes", "blocks", "hit ratio")
-        output.table(
-            columns, [(r["format"], r["policy"], r["slot_bytes"], r["blocks"], f"{r['hit_ratio']:.4f}") for r in found]
-        )
+        fields = ("format", "policy", "slot_bytes", "blocks")
+        output.table(columns, [(*(row[name] for name in fields), f"{row['hit_ratio']:.4f}") for row in found])
         print(
             f"In {data['arena_bytes']:,} bytes FP8 holds {data['times_the_blocks']:.3f} times the blocks of BF16. "
             f"BF16 with LRU hits {data['before']:.4f}, FP8 with kvtier's order {data['after']:.4f}."

@@ -61,8 +61,7 @@ class Lru:
 
 
 class S3Fifo:
-    """S3-FIFO (SOSP'23): a small queue of a tenth, a main queue, and ghosts of as many blocks as the main queue
-    holds."""
+    """S3-FIFO (SOSP'23): a small queue of a tenth, a main queue, and ghosts of as many blocks as the main queue."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -311,8 +310,7 @@ def distinct(requests: Requests) -> int:
 
 
 def load(path: Path) -> Requests:
-    """A trace: JSON lines with `hash_ids` as Mooncake publishes them, or the columns that `save` writes (.npz). Raises
-    Invalid."""
+    """A trace: JSON lines with `hash_ids` as of Mooncake, or the columns of `save` (.npz). Raises Invalid."""
     try:
         if path.stat().st_size > MAX_TRACE_BYTES:
             raise Invalid(f"{path} has more than {MAX_TRACE_BYTES} bytes")
@@ -339,8 +337,7 @@ def save(path: Path, requests: Requests) -> None:
 
 
 def blocks_held(nbytes: int, extents: Extents) -> int:
-    """Blocks of these extents that an arena of `nbytes` holds: header, scales, padding of slots and the rest of slabs
-    counted."""
+    """Blocks of these extents in an arena of `nbytes`: header, scales, padding of slots and rest of slabs counted."""
     slab = default_slab(nbytes)
     return nbytes // slab * (slab // extents.slot_bytes)
 

@@ -21,8 +21,7 @@ def token(
     tenant: Annotated[str, Argument(help="Whose blocks it reaches.")],
     role: Annotated[str, Argument(help="read, write or admin.")],
     file: Annotated[
-        Path | None,
-        Option("--file", help="Token file to add the line to; made with mode 600 if it is not there."),
+        Path | None, Option("--file", help="Token file to add the line to; made with mode 600 if it is not there.")
     ] = None,
 ) -> Exit:
     """Make a token (256 random bits). Without --file the line for the token file is printed after it."""
@@ -30,7 +29,6 @@ def token(
     if file is not None:
         with open(os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600), "w") as stream:
             stream.write(line + "\n")
-    output.result(
-        {"token": secret, "line": line}, common.json, lambda: print(secret if file is not None else f"{secret}\n{line}")
-    )
+    said = secret if file is not None else f"{secret}\n{line}"
+    output.result({"token": secret, "line": line}, common.json, lambda: print(said))
     return Exit.OK

@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import DecodeError, Message
 
-from kvtier.errors import Deadline, Invalid, Lost, Stale, Unavailable
+from kvtier.errors import Deadline, Invalid, KvtierError, Lost, Stale, Unavailable
 from kvtier.format.identity import NO_CONTEXT, Description
 from kvtier.format.layout import Extents, Range
 from kvtier.protocol import stops as protocol
@@ -70,10 +69,7 @@ class Bodies(list[Body], Ended):
 
 
 class RegisteredNamespace:
-    """A namespace as this client uses it.
-
-    Made by `Client.register`.
-    """
+    """A namespace as this client uses it. Made by `Client.register`."""
 
     def __init__(self, description: Description) -> None:
         self.description = description
@@ -102,7 +98,6 @@ class NamespaceInfo:
     """A namespace as the daemon lists it.
 
     Digests have 32 bytes, `description` is the same for every tenant; `nbytes` are of sealed blocks.
-
     `ttl`: seconds after which a block that is neither put nor used is forgotten; 0: never.
     """
 
@@ -118,34 +113,71 @@ class NamespaceInfo:
     @classmethod
     def of(cls, message: pb.NamespaceInfo) -> NamespaceInfo:
         """Out of its message."""
+        digests = message.namespace, message.description
         return cls(
-            message.namespace,
-            message.description,
-            message.tenant,
-            message.model,
-            message.revision,
-            message.blocks,
-            message.bytes,
-            message.ttl,
+            *digests, message.tenant, message.model, message.revision, message.blocks, message.bytes, message.ttl
         )
 
 
-class Lease(Sequence[Body], Ended):
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The blocks that a call is about: their hashes one after another, and the range and request context of all."""
+
+    ns: RegisteredNamespace
+    hashes: bytes
+    range_: Range
+    context: bytes
+
+    @classmethod
+    def of(cls, ns: RegisteredNamespace, hashes: Hashes, range_: Range, context: bytes) -> Asked:
+        """What a caller asked for. Raises Invalid for a hash or a context of the wrong length."""
+        context_field(context)
+        return cls(ns, join(ns, hashes), range_, context)
+
+    def __len__(self) -> int:
+        return len(self.hashes) // self.ns.hash_bytes
+
+    @property
+    def extents(self) -> Extents:
+        """Sizes and offsets of one of these blocks. Raises Invalid for a range outside the layout."""
+        return self.ns.extents(self.range_)
+
+    def only(self, hashes: bytes) -> Asked:
+        """The same of these blocks."""
+        return Asked(self.ns, hashes, self.range_, self.context)
+
+    def cut(self, first: int, end: int) -> Asked:
+        """The blocks from `first` up to `end`."""
+        return self.only(self.hashes[first * self.ns.hash_bytes : end * self.ns.hash_bytes])
+
+    def parts(self, keys: int = KEYS_PER_CALL) -> list[Asked]:
+        """The same in parts of at most `keys`."""
+        return [self] if 0 < len(self) <= keys else [self.cut(at, at + keys) for at in range(0, len(self), keys)]
+
+    def keys(self, **more: int) -> pb.Keys:
+        """The request that names these blocks, with further fields of it. Raises Invalid outside the layout."""
+        fields = range_fields(self.ns, self.range_)
+        return pb.Keys(context=context_field(self.context), hashes=self.hashes, **fields, **more)
+
+
+class Entered(Ended):
+    """An answer that is used as a context manager."""
+
+    def __enter__(self) -> Self:
+        raise NotImplementedError
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        raise NotImplementedError
+
+
+class Lease(Sequence[Body], Entered):
     """The warm leading part of a list of blocks: read-only uint8 views of their bodies.
 
     Use as a context manager; views are void after exit.
     """
 
-    def __enter__(self) -> Self:
-        raise NotImplementedError
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        raise NotImplementedError
-
-
-class Fill(Sequence[Body | None], Ended):
+class Fill(Sequence[Body | None], Entered):
     """Reserved slots as writable uint8 views of bodies; None where a block is present already, or where nothing could
     be reserved.
 
@@ -153,14 +185,21 @@ class Fill(Sequence[Body | None], Ended):
     leading blocks are known.
     """
 
-    sealed: int
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self.sealed = 0
 
-    def __enter__(self) -> Self:
-        raise NotImplementedError
+    def __len__(self) -> int:
+        return self._total
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self._total))]
+        if not -self._total <= index < self._total:
+            raise IndexError(index)
+        return self._body(index % self._total)
+
+    def _body(self, index: int) -> Body | None:
         raise NotImplementedError
 
 
@@ -168,41 +207,18 @@ class Transport(Protocol):
     """What carries a client's calls: `unix` (mapped arena) or `grpc`. Deadline None: the transport's default."""
 
     def call(self, ns: RegisteredNamespace | None, verb: int, request: Message, deadline: float) -> bytes:
-        """One call; within a namespace its handle is filled in, registered where need be.
+        """One call; within a namespace its handle is filled in, registered where need be. Raises any KvtierError."""
 
-        Raises KvtierError of any kind.
-        """
-
-    def lease(
-        self, ns: RegisteredNamespace, hashes: Hashes, range_: Range, context: bytes, deadline: float | None
-    ) -> Lease:
+    def lease(self, asked: Asked, deadline: float | None) -> Lease:
         """See Client.lease."""
 
-    def fill(
-        self, ns: RegisteredNamespace, hashes: Hashes, range_: Range, context: bytes, deadline: float | None
-    ) -> Fill:
+    def fill(self, asked: Asked, deadline: float | None) -> Fill:
         """See Client.fill."""
 
-    def get(
-        self,
-        ns: RegisteredNamespace,
-        hashes: Hashes,
-        range_: Range,
-        context: bytes,
-        deadline: float,
-        into: Sequence[Body] | None = None,
-    ) -> Bodies:
+    def get(self, asked: Asked, deadline: float, into: Sequence[Body] | None = None) -> Bodies:
         """See Client.get."""
 
-    def put(
-        self,
-        ns: RegisteredNamespace,
-        hashes: Hashes,
-        bodies: Sequence[Any],
-        range_: Range,
-        context: bytes,
-        deadline: float,
-    ) -> Answer:
+    def put(self, asked: Asked, bodies: Sequence[Any], deadline: float) -> Answer:
         """See Client.put. Sizes are checked already."""
 
     def close(self) -> None:
@@ -221,11 +237,9 @@ def join(ns: RegisteredNamespace, hashes: Hashes) -> bytes:
     return b"".join(hashes)
 
 
-def split(ns: RegisteredNamespace, hashes: Hashes, keys: int = KEYS_PER_CALL) -> list[bytes]:
-    """Concatenated hashes in parts of at most `keys`."""
-    raw, step = join(ns, hashes), keys * ns.hash_bytes
-    if len(raw) <= step:
-        return [raw] if raw else []
+def split(ns: RegisteredNamespace, hashes: Hashes) -> list[bytes]:
+    """Concatenated hashes in parts of at most KEYS_PER_CALL."""
+    raw, step = join(ns, hashes), KEYS_PER_CALL * ns.hash_bytes
     return [raw[at : at + step] for at in range(0, len(raw), step)]
 
 
@@ -253,9 +267,8 @@ def parse(kind: type[M], raw: bytes) -> M:
     try:
         return kind.FromString(raw)
     except DecodeError:
-        raise Unavailable(
-            "the daemon's answer cannot be read: it was garbled on its way, or is of another version"
-        ) from None
+        why = "it was garbled on its way, or is of another version"
+        raise Unavailable(f"the daemon's answer cannot be read: {why}") from None
 
 
 class Registration(NamedTuple):
@@ -293,9 +306,8 @@ class Registrations:
     def _register(self, ns: RegisteredNamespace, ask: Callable[[bytes], bytes], boot: int | None) -> Registration:
         reply = parse(pb.RegisterReply, ask(pb.RegisterRequest(description=ns.canonical).SerializeToString()))
         if reply.description != ns.digest:
-            raise Unavailable(
-                "the daemon computes another digest for this description: client and daemon differ in version"
-            )
+            what = "the daemon computes another digest for this description"
+            raise Unavailable(f"{what}: client and daemon differ in version")
         known = Registration(reply.boot if boot is None else boot, reply.handle, reply.namespace)
         if len(self._known) >= _MAX_HANDLES:
             self._known.clear()
@@ -311,16 +323,9 @@ def context_field(context: bytes) -> bytes:
 
 
 def seconds(deadline: float) -> float:
-    """A deadline that a caller gave, in seconds.
-
-    Raises Invalid for what is none. 0 is one that is over already (`in_time`).
-    """
-    if (
-        not isinstance(deadline, int | float)
-        or isinstance(deadline, bool)
-        or not math.isfinite(deadline)
-        or deadline < 0
-    ):
+    """A deadline that a caller gave, in seconds; 0 is over already (`in_time`). Raises Invalid for what is none."""
+    number = isinstance(deadline, int | float) and not isinstance(deadline, bool)
+    if not number or not math.isfinite(deadline) or deadline < 0:
         raise Invalid(f"a deadline is a number of seconds from 0 up, not {deadline!r:.80}")
     return float(deadline)
 
@@ -329,6 +334,13 @@ def in_time(deadline: float) -> None:
     """Raises Deadline for one that is over: such a call is not sent and answers at once."""
     if deadline <= 0:
         raise Deadline("no answer within 0 s: the deadline was over when the call was made")
+
+
+def fault(error: KvtierError) -> Ending:
+    """Why an answer is less: a fault of the service, which callers do not see as an exception. Raises Invalid."""
+    if isinstance(error, Invalid):
+        raise error
+    return Ending.by(error)
 
 
 def waiting(deadline: float) -> int:

@@ -23,28 +23,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from google.protobuf.message import Message
 
-from kvtier.client.answers import (
-    WHOLE,
-    Answer,
-    Bodies,
-    Body,
-    Ended,
-    Fill,
-    Hashes,
-    Lease,
-    NamespaceInfo,
-    RegisteredNamespace,
-    Transport,
-    batches,
-    context_field,
-    count,
-    in_time,
-    parse,
-    range_fields,
-    seconds,
-    split,
-    waiting,
-)
+from kvtier.client import answers
+from kvtier.client.answers import WHOLE, Answer, Asked, Ended, Fill, Hashes, Lease, NamespaceInfo, RegisteredNamespace
 from kvtier.client.connection import Unmappable
 from kvtier.client.unix import UnixTransport
 from kvtier.errors import Invalid, KvtierError, Unavailable
@@ -53,31 +33,16 @@ from kvtier.format.layout import Range
 from kvtier.protocol.addresses import grpc_beside
 from kvtier.protocol.frames import Verb
 from kvtier.protocol.limits import CONTROL_DEADLINE, KEYS_PER_CALL, LOOKUP_DEADLINE, TRANSFER_DEADLINE
-from kvtier.protocol.stops import MISS, PRESENT, Ending
-from kvtier.protocol.stops import WHOLE as WHOLE_ANSWER
+from kvtier.protocol.stops import MISS, Ending
 from kvtier.protocol.v1 import kvtier_pb2 as pb
 
 if TYPE_CHECKING:
     from kvtier.client.grpc import GrpcTransport
 
-__all__ = [
-    "PRESENT",
-    "WHOLE",
-    "Answer",
-    "Bodies",
-    "Body",
-    "Client",
-    "Ended",
-    "Fill",
-    "Hashes",
-    "Lease",
-    "NamespaceInfo",
-    "RegisteredNamespace",
-]
+__all__ = ["WHOLE", "Answer", "Client", "Ended", "Fill", "Hashes", "Lease", "NamespaceInfo", "RegisteredNamespace"]
 
 AGAIN = 0.001  # seconds until a lookup asks again that was told "later", doubled each time that brings nothing new
-# Seconds after which a client that fell back to gRPC tries the unix transport again: memory may only have
-# been short.
+# Seconds after which a client that fell back to gRPC tries the unix transport again: memory may only have been short.
 UNIX_AGAIN = 60.0
 
 M = TypeVar("M", bound=Message)
@@ -85,9 +50,7 @@ log = logging.getLogger(__name__)
 
 
 class Client:
-    """One session with the daemon at `address`.
-
-    Connects on first use and again after a loss; an absent daemon raises nothing.
+    """One session with the daemon at `address`: made on first use, again after a loss. An absent daemon raises nothing.
 
     address   "unix:/path/to/kvtier.sock" or a path   the unix transport, for processes on the daemon's host
               "grpc+unix:/path"                       gRPC on a Unix socket
@@ -166,36 +129,33 @@ class Client:
         """`lookup` for several runs of hashes, each in its own range: leading known blocks per run."""
         known = [0] * len(runs)
         ending = MISS
-        parts = [(i, part, count(ns, part)) for i, (_, hashes) in enumerate(runs) for part in split(ns, hashes)]
+        split = [(i, answers.split(ns, hashes)) for i, (_, hashes) in enumerate(runs)]
+        parts = [(i, part, answers.count(ns, part)) for i, parts_of_run in split for part in parts_of_run]
         ended: set[int] = set()
         try:
-            in_time(seconds(deadline))
+            answers.in_time(answers.seconds(deadline))
             until = time.monotonic() + deadline
-            for batch in batches(parts, KEYS_PER_CALL):
+            for batch in answers.batches(parts, KEYS_PER_CALL):
                 asked = [entry for entry in batch if entry[0] not in ended]
-                request = pb.LookupRequest(context=context_field(context))
+                request = pb.LookupRequest(context=answers.context_field(context))
                 for i, part, _ in asked:
-                    request.run.append(pb.Run(hashes=part, **range_fields(ns, runs[i][0])))
+                    request.run.append(pb.Run(hashes=part, **answers.range_fields(ns, runs[i][0])))
                 reply = self._ask(pb.LookupReply, ns, Verb.LOOKUP, request, deadline)
                 pause = AGAIN
                 while reply.later and time.monotonic() + pause < until:
                     time.sleep(pause)
-                    before, reply = (
-                        reply,
-                        self._ask(pb.LookupReply, ns, Verb.LOOKUP, request, max(0.001, until - time.monotonic())),
-                    )
-                    pause = AGAIN if sum(reply.known) > sum(before.known) else 2 * pause
+                    before, left = sum(reply.known), max(0.001, until - time.monotonic())
+                    reply = self._ask(pb.LookupReply, ns, Verb.LOOKUP, request, left)
+                    pause = AGAIN if sum(reply.known) > before else 2 * pause
                 if len(reply.known) != len(asked):
                     raise Unavailable(f"the daemon answers {len(reply.known)} runs of {len(asked)}")
                 for (i, _, n), found in zip(asked, reply.known, strict=True):
                     known[i] += found
                     if found < n:
                         ended.add(i)
-        except Invalid:
-            raise
         except KvtierError as error:
-            ending = Ending.by(error)
-        totals = [count(ns, hashes) for _, hashes in runs]
+            ending = answers.fault(error)
+        totals = [answers.count(ns, hashes) for _, hashes in runs]
         return [Answer(n) if n == total else Answer(n, ending) for n, total in zip(known, totals, strict=True)]
 
     def lease(
@@ -212,8 +172,8 @@ class Client:
         Over gRPC these are private copies, which arrive on entry. The deadline is 0.25 s on the unix transport and 5 s
         over gRPC if none is given.
         """
-        transport = self._transport(CONTROL_DEADLINE if deadline is None else seconds(deadline))
-        return transport.lease(ns, hashes, range_, context, deadline)
+        transport = self._transport(CONTROL_DEADLINE if deadline is None else answers.seconds(deadline))
+        return transport.lease(Asked.of(ns, hashes, range_, context), deadline)
 
     def get(
         self,
@@ -223,8 +183,8 @@ class Client:
         range_: Range = WHOLE,
         context: bytes = NO_CONTEXT,
         deadline: float = TRANSFER_DEADLINE,
-        into: Sequence[Body] | None = None,
-    ) -> Bodies:
+        into: Sequence[answers.Body] | None = None,
+    ) -> answers.Bodies:
         """Private copies of the leading part; what is cold is brought up and waited for.
 
         What came over gRPC has been checked, key and every byte.
@@ -233,9 +193,10 @@ class Client:
                answer is the leading part of these. What stands in those behind it is not said. Without it each copy is
                fresh memory, which costs a page fault per 4 KiB.
         """
+        asked = Asked.of(ns, hashes, range_, context)
         if into is not None:
-            _check_buffers(into, count(ns, hashes), ns.extents(range_).body_bytes)
-        return self._transport(seconds(deadline)).get(ns, hashes, range_, context, deadline, into)
+            _check_buffers(into, asked)
+        return self._transport(answers.seconds(deadline)).get(asked, deadline, into)
 
     # -- writing
 
@@ -249,12 +210,10 @@ class Client:
         deadline: float | None = None,
     ) -> Fill:
         """A context manager over reserved slots: writable body views, None where the block is present or nothing could
-        be reserved.
-
-        Over gRPC these are private buffers, put on a clean exit. Deadlines as for `lease`.
+        be reserved. Over gRPC these are private buffers, put on a clean exit. Deadlines as for `lease`.
         """
-        transport = self._transport(CONTROL_DEADLINE if deadline is None else seconds(deadline))
-        return transport.fill(ns, hashes, range_, context, deadline)
+        transport = self._transport(CONTROL_DEADLINE if deadline is None else answers.seconds(deadline))
+        return transport.fill(Asked.of(ns, hashes, range_, context), deadline)
 
     def put(
         self,
@@ -266,20 +225,17 @@ class Client:
         context: bytes = NO_CONTEXT,
         deadline: float = TRANSFER_DEADLINE,
     ) -> Answer:
-        """Copies these bodies (uint8 buffers of `extents.body_bytes`) in.
-
-        Returns how many are known now, counted from the front.
-        """
-        if count(ns, hashes) != len(bodies):
-            raise Invalid(f"{count(ns, hashes)} hashes for {len(bodies)} bodies")
-        nbytes = ns.extents(range_).body_bytes
+        """Copies these bodies (uint8, `extents.body_bytes` each) in. Returns how many are known now, from the front."""
+        asked = Asked.of(ns, hashes, range_, context)
+        if len(asked) != len(bodies):
+            raise Invalid(f"{len(asked)} hashes for {len(bodies)} bodies")
+        nbytes = asked.extents.body_bytes
         for body in bodies:
             view = memoryview(body)
             if view.nbytes != nbytes or not view.c_contiguous:
-                raise Invalid(
-                    f"a body of this range is one run of {nbytes} bytes, not {view.nbytes} bytes of shape {view.shape}"
-                )
-        return self._transport(seconds(deadline)).put(ns, hashes, bodies, range_, context, deadline)
+                found = f"{view.nbytes} bytes of shape {view.shape}"
+                raise Invalid(f"a body of this range is one run of {nbytes} bytes, not {found}")
+        return self._transport(answers.seconds(deadline)).put(asked, bodies, deadline)
 
     def delete(
         self,
@@ -291,7 +247,7 @@ class Client:
         deadline: float = CONTROL_DEADLINE,
     ) -> Answer:
         """Makes the service forget these blocks. Returns how many it knew."""
-        return self._count(Verb.DELETE, ns, hashes, range_, context, deadline, degrade=True)
+        return self._count(Verb.DELETE, Asked.of(ns, hashes, range_, context), deadline)
 
     def prefetch(
         self,
@@ -302,10 +258,8 @@ class Client:
         context: bytes = NO_CONTEXT,
         deadline: float = CONTROL_DEADLINE,
     ) -> Answer:
-        """Starts bringing cold blocks into memory and returns at once: how many are on their way (0 where there is no
-        lower tier).
-        """
-        return self._count(Verb.PREFETCH, ns, hashes, range_, context, deadline, degrade=True)
+        """Starts bringing cold blocks up and returns at once: how many are on their way (0: there is no lower tier)."""
+        return self._count(Verb.PREFETCH, Asked.of(ns, hashes, range_, context), deadline)
 
     def flush(
         self,
@@ -316,19 +270,13 @@ class Client:
         context: bytes = NO_CONTEXT,
         deadline: float = TRANSFER_DEADLINE,
     ) -> Answer:
-        """Waits until these blocks are settled in a lower tier.
-
-        Returns how many leading ones are (0 where there is no lower tier).
-        """
-        return self._count(Verb.FLUSH, ns, hashes, range_, context, deadline, degrade=True)
+        """Waits until these blocks are settled in a lower tier. Returns how many leading ones are (0: no such tier)."""
+        return self._count(Verb.FLUSH, Asked.of(ns, hashes, range_, context), deadline)
 
     # -- operators: these raise everything
 
     def explain(self, description: Description, *, deadline: float = TRANSFER_DEADLINE) -> list[str]:
-        """How the nearest namespace of this model that the daemon knows differs: a line per field.
-
-        Empty: known, or no such model.
-        """
+        """How the nearest namespace of this model differs, a line per field. Empty: known, or no such model."""
         request = pb.ExplainRequest(description=description.canonical)
         return list(self._ask(pb.ExplainReply, None, Verb.EXPLAIN, request, deadline).line)
 
@@ -344,9 +292,7 @@ class Client:
         return [NamespaceInfo.of(one) for one in reply.namespace]
 
     def show(self, name: str, *, deadline: float = TRANSFER_DEADLINE) -> tuple[NamespaceInfo, dict[str, Any]]:
-        """A namespace by the beginning of its digest (hex): what `list_namespaces` says, and its description as plain
-        data.
-        """
+        """A namespace by the beginning of its digest (hex): as `list_namespaces` has it, and its description data."""
         reply = self._ask(pb.ShowReply, None, Verb.SHOW, pb.ShowRequest(name=name), deadline)
         return NamespaceInfo.of(reply.info), json.loads(reply.description)
 
@@ -366,9 +312,8 @@ class Client:
         """
         if not 0 <= seconds < 2**32:
             raise Invalid(f"a time-to-live of {seconds} seconds: write a number of seconds, or 0 for none")
-        return NamespaceInfo.of(
-            self._ask(pb.NamespaceInfo, None, Verb.TTL, pb.TtlRequest(name=name, seconds=seconds), deadline)
-        )
+        request = pb.TtlRequest(name=name, seconds=seconds)
+        return NamespaceInfo.of(self._ask(pb.NamespaceInfo, None, Verb.TTL, request, deadline))
 
     def pin(
         self,
@@ -379,11 +324,8 @@ class Client:
         context: bytes = NO_CONTEXT,
         deadline: float = TRANSFER_DEADLINE,
     ) -> Answer:
-        """Keeps the leading known blocks from eviction until `unpin`, at most a tenth of the arena.
-
-        Needs role admin.
-        """
-        return self._count(Verb.PIN, ns, hashes, range_, context, deadline)
+        """Keeps the leading known blocks from eviction, a tenth of the arena at most. Needs role admin."""
+        return self._count(Verb.PIN, Asked.of(ns, hashes, range_, context), deadline)
 
     def unpin(
         self,
@@ -395,15 +337,12 @@ class Client:
         deadline: float = TRANSFER_DEADLINE,
     ) -> Answer:
         """Ends pins. Returns how many of these blocks were pinned. Needs role admin."""
-        return self._count(Verb.UNPIN, ns, hashes, range_, context, deadline)
+        return self._count(Verb.UNPIN, Asked.of(ns, hashes, range_, context), deadline)
 
     # -- inside
 
-    def _transport(self, deadline: float) -> Transport:
-        """The unix transport, or gRPC: by address, and where the daemon's memory cannot be mapped.
-
-        Connects where that is not done; never raises.
-        """
+    def _transport(self, deadline: float) -> answers.Transport:
+        """The unix transport, or gRPC: by address, and where memory cannot be mapped. Connects; never raises."""
         unix, grpc = self._unix, self._grpc
         if grpc is not None and (unix is None or time.monotonic() < self._unix_again):
             return grpc
@@ -433,59 +372,47 @@ class Client:
 
     def _ask(self, kind: type[M], ns: RegisteredNamespace | None, verb: int, request: Message, deadline: float) -> M:
         """One call and its answer. Raises KvtierError of any kind."""
-        in_time(seconds(deadline))
-        return parse(kind, self._transport(deadline).call(ns, verb, request, deadline))
+        answers.in_time(answers.seconds(deadline))
+        return answers.parse(kind, self._transport(deadline).call(ns, verb, request, deadline))
 
-    def _count(
-        self,
-        verb: int,
-        ns: RegisteredNamespace,
-        hashes: Hashes,
-        range_: Range,
-        context: bytes,
-        deadline: float,
-        *,
-        degrade: bool = False,
-    ) -> Answer:
-        """Sum of a verb's counts over the parts of a long list.
-
-        `degrade`: a fault of the service ends the sum with a reason.
+    def _count(self, verb: int, asked: Asked, deadline: float) -> Answer:
+        """Sum of a verb's counts over the parts of a long list. Raises KvtierError of any kind for an operator's verb;
+        else a fault of the service ends the sum with a reason.
         """
-        total, ending, until = 0, WHOLE_ANSWER, time.monotonic() + seconds(deadline)
+        total, ending, until = 0, Ending(), time.monotonic() + answers.seconds(deadline)
         try:
-            in_time(deadline)
-            for part in split(ns, hashes):
-                request = pb.Keys(context=context_field(context), hashes=part, **range_fields(ns, range_))
+            answers.in_time(deadline)
+            for part in asked.parts():
+                request = part.keys()
                 if verb == Verb.FLUSH:
                     deadline = max(0.001, until - time.monotonic())  # one for all parts
-                    request.wait_ms = waiting(deadline)
-                reply = self._ask(pb.Count, ns, verb, request, deadline)
+                    request.wait_ms = answers.waiting(deadline)
+                reply = self._ask(pb.Count, asked.ns, verb, request, deadline)
                 total += reply.n
                 ending = Ending.at(reply.stop)
                 if verb in (Verb.PIN, Verb.FLUSH) and reply.stop:
                     break  # these count a leading part
         except KvtierError as error:
-            if not degrade or isinstance(error, Invalid):
+            if verb in (Verb.PIN, Verb.UNPIN):
                 raise
-            ending = Ending.by(error)
+            ending = answers.fault(error)
         return Answer(total, ending)
 
 
-def _check_buffers(buffers: Sequence[Body], n: int, nbytes: int) -> None:
-    if len(buffers) != n:
-        raise Invalid(f"{n} hashes and {len(buffers)} buffers to copy into")
+def _check_buffers(buffers: Sequence[answers.Body], asked: Asked) -> None:
+    if len(buffers) != len(asked):
+        raise Invalid(f"{len(asked)} hashes and {len(buffers)} buffers to copy into")
+    nbytes = asked.extents.body_bytes
     for one in buffers:
         if one.dtype != np.uint8 or one.shape != (nbytes,) or not one.flags.writeable:
-            raise Invalid(
-                f"a buffer of this range is a writable array of {nbytes} uint8, not {one.dtype} of shape {one.shape}"
-            )
+            found = f"{one.dtype} of shape {one.shape}"
+            raise Invalid(f"a buffer of this range is a writable array of {nbytes} uint8, not {found}")
 
 
 def _grpc_transport(scheme: str, rest: str, **locks: Any) -> GrpcTransport:
+    # A client of the unix transport does without grpc: 0.1 s of importing, and its threads.
     from kvtier.client.grpc import GrpcTransport
-    from kvtier.client.grpc_channel import (
-        GrpcChannel,  # a client of the unix transport does without grpc: 0.1 s of importing, and its threads
-    )
+    from kvtier.client.grpc_channel import GrpcChannel
 
     return GrpcTransport(GrpcChannel(scheme, rest, **locks))
 
@@ -501,7 +428,6 @@ def _parse(address: str) -> tuple[str, str]:
     else:
         scheme, rest = "unix", address if address.startswith(("/", ".")) or ":" not in address else ""
     if not rest:
-        raise Invalid(
-            f"{address!r:.200} is not an address of kvtier: write unix:/path/to/kvtier.sock or grpcs://host:port"
-        )
+        forms = "unix:/path/to/kvtier.sock or grpcs://host:port"
+        raise Invalid(f"{address!r:.200} is not an address of kvtier: write {forms}")
     return scheme, rest

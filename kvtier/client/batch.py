@@ -16,36 +16,28 @@ from typing import Any
 
 import numpy as np
 
-from kvtier.client.answers import Bodies, Body, RegisteredNamespace, context_field, range_fields
+from kvtier.client.answers import Asked, Bodies, Body
 from kvtier.client.connection import Attachment, Connection
 from kvtier.client.copier import copy
 from kvtier.client.unix_socket import ErrorAnswer, UnixSocket
 from kvtier.errors import Deadline, Full, Lost
-from kvtier.format.layout import HEADER_BYTES, Range
+from kvtier.format.layout import HEADER_BYTES
 from kvtier.protocol.frames import Verb
 from kvtier.protocol.limits import CONTROL_DEADLINE, KEYS_PER_CALL
 from kvtier.protocol.stops import PRESENT
 from kvtier.protocol.v1 import kvtier_pb2 as pb
 
 # A piece takes longer to copy than its calls do. Two are enough: on two cores a put in two pieces gained 5 % over one
-# at 1 MiB, more pieces gained
-# nothing, and neither does a second one where all is 8 MiB.
+# at 1 MiB, more pieces gained nothing, and neither does a second one where all is 8 MiB.
 PIECE_BYTES, PIECES = 8 << 20, 2
 
 
 class Batch:
-    """Blocks of one namespace and range.
+    """`done` of the blocks, from the front, are copied: a call that failed may be made again and goes on there."""
 
-    `done` of them, from the front, are copied: a call that failed may be made again and goes on there.
-    """
-
-    def __init__(self, ns: RegisteredNamespace, raw: bytes, range_: Range, context: bytes, deadline: float) -> None:
-        self._raw, self._step = raw, ns.hash_bytes
-        self._extents = ns.extents(range_)
-        self._fields = range_fields(ns, range_)
-        self._context = context_field(context)
+    def __init__(self, asked: Asked, deadline: float) -> None:
+        self._asked, self._extents, self._total = asked, asked.extents, len(asked)
         self._deadline, self._until = deadline, monotonic() + deadline
-        self.total = len(raw) // ns.hash_bytes
         self.done = 0
 
     def read(
@@ -53,9 +45,7 @@ class Batch:
     ) -> int:
         """Appends copies of the warm leading part to `bodies`, made in `into` (at the same places) if given.
 
-        Returns why it stopped.
-
-        Raises KvtierError of any kind; nothing stays leased.
+        Returns why it stopped. Raises KvtierError of any kind; nothing stays leased.
         """
         per_call, stop = self._per_call(attachment), 0
         opened: deque[int] = deque()
@@ -71,7 +61,7 @@ class Batch:
                     reply = pb.Slots.FromString(sock.answer())
                     offsets, stop = reply.offset, reply.stop
                     following = self.done + len(offsets)
-                    if not stop and following < self.total:
+                    if not stop and following < self._total:
                         self._check_time()
                         ask(following)
                     if into is None:
@@ -95,15 +85,14 @@ class Batch:
 
         Raises KvtierError of any kind, with `done` as far as it came; nothing stays reserved.
         """
-        per_call, total = self._per_call(attachment), self.total
+        per_call, total = self._per_call(attachment), self._total
         opened: deque[int] = deque()
         sealing = 0  # blocks of the seal whose answer is on its way
 
         def ask(first: int) -> None:
             opened.append(next(attachment.ids))
-            sock.send(
-                Verb.RESERVE, self._keys(handle, opened[-1], first, per_call, self._extents.block_bytes), self._deadline
-            )
+            keys = self._keys(handle, opened[-1], first, per_call, self._extents.block_bytes)
+            sock.send(Verb.RESERVE, keys, self._deadline)
 
         try:
             with connection.several(attachment, self._deadline) as sock:
@@ -123,11 +112,8 @@ class Batch:
                         self._check_time()
                         ask(first + per_call)
                     placed = zip(offsets, bodies[first : first + per_call], strict=True)
-                    copy(
-                        (self._body(attachment, offset), np.frombuffer(body, np.uint8))
-                        for offset, body in placed
-                        if offset != PRESENT
-                    )
+                    new = ((at, body) for at, body in placed if at != PRESENT)
+                    copy((self._body(attachment, at), np.frombuffer(body, np.uint8)) for at, body in new)
                     self._sealed(sock, opened, sealing)
                     sock.send(Verb.SEAL, pb.Held(id=opened[0]).SerializeToString(), self._deadline)
                     sealing = len(offsets)
@@ -153,20 +139,11 @@ class Batch:
         threads of it.
         """
         slot = self._extents.slot_bytes
-        return max(
-            1,
-            min(
-                KEYS_PER_CALL,
-                attachment.mapping.nbytes // 32 // slot,
-                max(PIECE_BYTES // slot, -(-self.total // PIECES)),
-            ),
-        )
+        wanted = max(PIECE_BYTES // slot, -(-self._total // PIECES))
+        return max(1, min(KEYS_PER_CALL, attachment.mapping.nbytes // 32 // slot, wanted))
 
     def _keys(self, handle: int, id_: int, first: int, n: int, nbytes: int = 0) -> bytes:
-        hashes = self._raw[first * self._step : (first + n) * self._step]
-        return pb.Keys(
-            handle=handle, id=id_, context=self._context, hashes=hashes, nbytes=nbytes, **self._fields
-        ).SerializeToString()
+        return self._asked.cut(first, first + n).keys(handle=handle, id=id_, nbytes=nbytes).SerializeToString()
 
     def _body(self, attachment: Attachment, offset: int) -> Body:
         start = offset + HEADER_BYTES

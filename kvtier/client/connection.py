@@ -46,32 +46,26 @@ class Unmappable(Unavailable):
 
 
 class Attachment:
-    """One session with one life of a daemon: boot id, session id, mapping.
-
-    `users` counts open leases and fills on the mapping.
-    """
+    """One session with one life of a daemon. `users` counts open leases and fills on its mapping."""
 
     def __init__(self, session_socket: UnixSocket) -> None:
         """Takes over the session socket's file descriptor. Raises Unmappable."""
         if session_socket.fd is None:
             raise Unmappable("the daemon cannot watch this process (no pidfd), so it does not share its memory")
         fd, session_socket.fd = session_socket.fd, None
-        self.boot = session_socket.boot
-        self.session = session_socket.hello.session
-        self.tenant, self.role = session_socket.hello.tenant, session_socket.hello.role
+        hello = session_socket.hello
+        self.boot, self.session, self.tenant, self.role = session_socket.boot, hello.session, hello.tenant, hello.role
         try:
-            self.mapping = Mapping(fd, session_socket.hello.arena_bytes)
+            self.mapping = Mapping(fd, hello.arena_bytes)
         except (OSError, ValueError, OverflowError) as error:
-            raise Unmappable(
-                f"the daemon's {session_socket.hello.arena_bytes} bytes of memory cannot be mapped: {error}"
-            ) from None
+            what = f"the daemon's {hello.arena_bytes} bytes of memory"
+            raise Unmappable(f"{what} cannot be mapped: {error}") from None
         self.memory = self.mapping.array
         self.ids = itertools.count(1)
         self.users = 0
         self.gone = False
-        self.debts: deque[tuple[int, int]] = deque(
-            maxlen=MAX_DEBTS
-        )  # (verb, id): releases and aborts that may not have arrived
+        # (verb, id): releases and aborts that may not have arrived
+        self.debts: deque[tuple[int, int]] = deque(maxlen=MAX_DEBTS)
         self.session_socket = session_socket
         self.idle: deque[UnixSocket] = deque()
 
@@ -99,9 +93,8 @@ class Connection:
         self._closed = False
 
     def attach(self, deadline: float) -> Attachment:
-        """The current attachment, made if need be.
-
-        Raises Unavailable (at once while backing off), Deadline, or the answer to a hello.
+        """The current attachment, made if need be. Raises Unavailable (at once while backing off), Deadline, or the
+        answer to a hello.
         """
         attachment = self._attachment
         if attachment is not None and not attachment.gone:
@@ -121,9 +114,8 @@ class Connection:
                 raise Unavailable("leases or fills on an earlier daemon's blocks are still open: end them first")
             self._connecting = True
             drained = list(self._drained)
-        made = self._attach(
-            pb.HelloRequest(protocol=1, map=True, drained=drained), min(HELLO_DEADLINE, max(0.001, deadline))
-        )
+        hello = pb.HelloRequest(protocol=1, map=True, drained=drained)
+        made = self._attach(hello, min(HELLO_DEADLINE, max(0.001, deadline)))
         with self._lock:
             self._connecting = False
             self._attachment = made
@@ -137,8 +129,8 @@ class Connection:
         if closed:
             self.lost(made)
             raise Unavailable("the client is closed")
-        threading.Thread(target=_watch, args=(weakref.ref(self), made), name="kvtier-session", daemon=True).start()
-        threading.Thread(target=_populate, args=(weakref.ref(self), made), name="kvtier-populate", daemon=True).start()
+        for work, name in ((_watch, "kvtier-session"), (_populate, "kvtier-populate")):
+            threading.Thread(target=work, args=(weakref.ref(self), made), name=name, daemon=True).start()
         return made
 
     def _attach(self, hello: pb.HelloRequest, deadline: float) -> Attachment:
@@ -161,23 +153,20 @@ class Connection:
         Raises KvtierError of any kind. A socket that breaks is not the end: the session socket tells that.
         """
         sock, deadline = self._borrow(attachment, deadline)
+        broken = True
         try:
             reply = sock.call(verb, body, deadline)
+            broken = False
+            return reply
         except ErrorAnswer as answered:
-            self._give_back(attachment, sock)
+            broken = False
             raise answered.error from None
-        except BaseException:
-            self._give_back(attachment, sock, broken=True)
-            raise
-        self._give_back(attachment, sock)
-        return reply
+        finally:
+            self._give_back(attachment, sock, broken)
 
     @contextmanager
     def several(self, attachment: Attachment, deadline: float) -> Iterator[UnixSocket]:
-        """A socket of this attachment for calls that overlap.
-
-        The caller reads every answer; one that it leaves unread costs that socket.
-        """
+        """A socket of this attachment for calls that overlap. An answer that the caller leaves unread costs it."""
         sock, _ = self._borrow(attachment, deadline)
         broken = True
         try:
@@ -190,10 +179,7 @@ class Connection:
             self._give_back(attachment, sock, broken=broken or sock.waiting > 0)
 
     def release(self, attachment: Attachment, ids: Sequence[int], deadline: float) -> None:
-        """Ends leases without waiting for an answer.
-
-        Never raises. What may not have arrived is a debt, as in `finish`.
-        """
+        """Ends leases without waiting for an answer. Never raises. What may not have arrived is a debt (`finish`)."""
         if attachment.gone:
             return
         try:
@@ -261,9 +247,7 @@ class Connection:
         self._goodbye()
 
     def _goodbye(self) -> None:
-        """Of a closed client, which will not connect again: says now which sessions are drained, if the daemon is still
-        there.
-        """
+        """Of a closed client, which connects no more: says now which sessions are drained, if the daemon is there."""
         with self._lock:
             if not self._closed or not self._drained:
                 return
@@ -323,9 +307,8 @@ class Connection:
                 if not self._lock.wait(until - time.monotonic()):
                     raise Deadline(f"all {MAX_SOCKETS} sockets of this client are busy")
         try:
-            sock = UnixSocket(
-                self.path, pb.HelloRequest(protocol=1, session=attachment.session), min(HELLO_DEADLINE, deadline)
-            )
+            hello = pb.HelloRequest(protocol=1, session=attachment.session)
+            sock = UnixSocket(self.path, hello, min(HELLO_DEADLINE, deadline))
             return sock, max(0.001, until - time.monotonic())
         except BaseException as error:
             self._give_back(attachment, None)
@@ -379,9 +362,8 @@ class Connection:
 
 
 def _watch(owner: weakref.ref[Connection], attachment: Attachment) -> None:
-    """Waits on the session socket for the end of the stream, and pays debts.
-
-    Holds no reference to the connection, so a forgotten client can be collected.
+    """Waits on the session socket for the end of the stream, and pays debts. Holds no reference to the connection, so a
+    forgotten client can be collected.
     """
     session_socket = attachment.session_socket
     try:

@@ -28,13 +28,9 @@ _helper: ThreadPoolExecutor | None = None
 
 
 def copy(pairs: Iterable[tuple[Body, Body]]) -> None:
-    """Copies each (to, from), uint8 of equal sizes.
-
-    When it returns or raises (ValueError: sizes differ), none is left running.
-    """
-    todo = deque(
-        (to[at : at + STRIDE], source[at : at + STRIDE]) for to, source in pairs for at in range(0, source.size, STRIDE)
-    )
+    """Copies each (to, from), uint8. Raises ValueError if sizes differ. No copy is left running at its end."""
+    cuts = ((to, source, slice(at, at + STRIDE)) for to, source in pairs for at in range(0, source.size, STRIDE))
+    todo = deque((to[cut], source[cut]) for to, source, cut in cuts)
     helping = _ask(todo) if len(todo) > 1 and sum(source.size for _, source in todo) >= SHARE_BYTES else None
     try:
         _work(todo)

@@ -37,9 +37,10 @@ class _OpenChannel:
     """One gRPC channel and its methods, of one process."""
 
     def __init__(self, target: str, credentials: Any, options: list[tuple[str, int]]) -> None:
-        self.channel = (
-            grpc.secure_channel(target, credentials, options) if credentials else grpc.insecure_channel(target, options)
-        )
+        if credentials:
+            self.channel = grpc.secure_channel(target, credentials, options)
+        else:
+            self.channel = grpc.insecure_channel(target, options)
         self.unary = {name: self.channel.unary_unary(f"/{rpc.SERVICE}/{name}") for name in rpc.METHODS.values()}
         self.put = self.channel.stream_unary(f"/{rpc.SERVICE}/{rpc.PUT}")
         self.get = self.channel.unary_stream(f"/{rpc.SERVICE}/{rpc.GET}")
@@ -48,9 +49,8 @@ class _OpenChannel:
 class GrpcChannel:
     """Calls as raw messages.
 
-    `scheme` is grpc+unix, grpc or grpcs, `rest` a path or host:port; files are PEM. Raises Invalid for these.
-
-    Does no I/O but reading the files; connects with the first call.
+    `scheme` is grpc+unix, grpc or grpcs, `rest` a path or host:port; files are PEM. Raises Invalid for these. Does no
+    I/O but reading the files; connects with the first call.
     """
 
     def __init__(
@@ -74,11 +74,9 @@ class GrpcChannel:
         if token is not None and scheme == "grpc" and not _loopback(rest):
             raise Invalid(f"a token would cross the network to {rest} in clear: write grpcs://{rest}")
         self._metadata = (("authorization", f"Bearer {token}"),) if token is not None else None
-        self._credentials = (
-            grpc.ssl_channel_credentials(_read("ca", ca), _read("key", key), _read("cert", cert))
-            if scheme == "grpcs"
-            else None
-        )
+        self._credentials = None
+        if scheme == "grpcs":
+            self._credentials = grpc.ssl_channel_credentials(_read("ca", ca), _read("key", key), _read("cert", cert))
         self._options = rpc.client_options(ping)
         self._closed = False
         self._reachable = True
@@ -116,10 +114,7 @@ class GrpcChannel:
 
     @contextmanager
     def download(self, raw: bytes, deadline: float) -> Iterator[Iterator[bytes]]:
-        """A get: one message out, an iterator over those that come.
-
-        Leaving ends the call. Errors inside become KvtierError.
-        """
+        """A get: one message out, an iterator over those that come. Leaving ends it. Errors become KvtierError."""
         self._prove(deadline)
         opened = self._open()
         try:
@@ -146,10 +141,8 @@ class GrpcChannel:
             if self._closed:
                 raise Unavailable("the client is closed")
             if self._stuck:
-                raise Unavailable(
-                    "gRPC did not survive the fork of this process: start it anew (multiprocessing: spawn), or use "
-                    "the unix transport"
-                )
+                way = "start it anew (multiprocessing: spawn), or use the unix transport"
+                raise Unavailable(f"gRPC did not survive the fork of this process: {way}")
             if self._open_channel is None:
                 self._open_channel = _OpenChannel(self.target, self._credentials, self._options)
             return self._open_channel
@@ -210,11 +203,8 @@ class GrpcChannel:
         if "WRONG_VERSION_NUMBER" in details:
             return Unavailable(f"{self.target} does not speak TLS: write grpc://, if it is on this host")
         if "Socket closed" in details and not self.target.startswith("unix:"):
-            hint = (
-                "does it ask for a certificate of the client's?"
-                if self._credentials
-                else "does it speak TLS (grpcs://)?"
-            )
+            certificate = "does it ask for a certificate of the client's?"
+            hint = certificate if self._credentials else "does it speak TLS (grpcs://)?"
             return Unavailable(f"{self.target} closed the connection: {hint}")
         return Unavailable(f"no daemon at {self.target}: {details[: rpc.MAX_DETAILS]}")
 

@@ -19,9 +19,8 @@ _PROT_NONE, _MAP_FIXED, _MAP_NORESERVE = 0, 0x10, 0x4000
 class Mapping:
     """A client's view of a daemon's arena.
 
-    Not inherited over fork: a child that touches it dies instead of reading someone else's bytes.
-
-    Not an mmap object: that keeps a descriptor of the file open for as long as there is a view.
+    Not inherited over fork: a child that touches it dies instead of reading someone else's bytes. Not an mmap object:
+    that keeps a descriptor of the file open for as long as there is a view.
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
@@ -42,20 +41,15 @@ class Mapping:
         advise(self.array, 0, nbytes, DONTFORK)
 
     def populate(self, start: int, size: int) -> None:
-        """Makes page table entries for memory that the daemon has backed already (8-20 GiB/s), so that the first copy
-        does not fault.
-        """
+        """Makes page table entries for memory that the daemon has backed (8-20 GiB/s): then no first copy faults."""
         advise(self.array, start, min(size, self.nbytes - start), POPULATE_WRITE)
 
     def close(self) -> None:
-        """Gives the arena up, at once and for every view that is still held though void: such a view reads
-        zeros. Idempotent.
-        """
+        """Gives the arena up, at once and for every view still held though void, which reads zeros. Idempotent."""
         if hasattr(self, "array"):
             self._cover(mmap.PROT_READ | mmap.PROT_WRITE)
-            del (
-                self.array
-            )  # last: without a view the range is unmapped here, and may be another mapping's a moment later
+            # Last: without a view the range is unmapped here, and may be another mapping's a moment later.
+            del self.array
 
     def guard_after_fork(self) -> None:
         """In a fork child: occupies the address range, which fork left empty, with memory that no one may touch.
@@ -66,10 +60,5 @@ class Mapping:
         self._cover(_PROT_NONE)
 
     def _cover(self, protection: int) -> None:
-        map_at(
-            self.address,
-            self.nbytes,
-            protection,
-            mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED,
-            -1,
-        )
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
+        map_at(self.address, self.nbytes, protection, flags, -1)

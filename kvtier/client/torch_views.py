@@ -49,9 +49,8 @@ def part_tensor(body: NDArray[np.uint8] | torch.Tensor, extents: Extents, layer:
     `layer` counts within the range. Raises Invalid for a body of another size.
     """
     place = extents.place(layer, part)
-    return (
-        run_view(body, extents, place.data, place.data_bytes).view(DTYPES[place.part.dtype]).unflatten(1, place.shape)
-    )
+    raw = run_view(body, extents, place.data, place.data_bytes)
+    return raw.view(DTYPES[place.part.dtype]).unflatten(1, place.shape)
 
 
 def scale_tensor(body: NDArray[np.uint8] | torch.Tensor, extents: Extents, layer: int, part: int) -> torch.Tensor:
@@ -64,10 +63,8 @@ def scale_tensor(body: NDArray[np.uint8] | torch.Tensor, extents: Extents, layer
     place = extents.place(layer, part)
     start, size, dtype = place.scales, SCALE_BYTES[place.part.scale_dtype], DTYPES[place.part.scale_dtype]
     if start % size:
-        raise Invalid(
-            f"scales of {place.part.name} start at byte {start}: torch needs a multiple of {size}. "
-            "kvtier.format.views.scale_view reads them"
-        )
+        what = f"scales of {place.part.name} start at byte {start}: torch needs a multiple of {size}"
+        raise Invalid(f"{what}. kvtier.format.views.scale_view reads them")
     return run_view(body, extents, start, place.scale_bytes).view(dtype)
 
 
@@ -76,9 +73,7 @@ def run_view(body: NDArray[np.uint8] | torch.Tensor, extents: Extents, start: in
     if not isinstance(body, torch.Tensor):
         body = body_tensor(body, extents)
     elif body.dtype != torch.uint8 or tuple(body.shape) != (extents.body_bytes,) or not body.is_contiguous():
-        raise Invalid(
-            f"the body of this range is a contiguous run of {extents.body_bytes} uint8, not {body.dtype} of shape "
-            f"{tuple(body.shape)}"
-        )
+        found = f"{body.dtype} of shape {tuple(body.shape)}"
+        raise Invalid(f"the body of this range is a contiguous run of {extents.body_bytes} uint8, not {found}")
     # as_strided counts from the start of the storage, not of the tensor.
     return body.as_strided((extents.head_count, nbytes), (extents.head_stride, 1), body.storage_offset() + start)

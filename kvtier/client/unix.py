@@ -9,33 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
-from kvtier.client.answers import (
-    DROPPED,
-    Answer,
-    Bodies,
-    Body,
-    Fill,
-    Hashes,
-    Lease,
-    RegisteredNamespace,
-    Registration,
-    Registrations,
-    context_field,
-    count,
-    in_time,
-    join,
-    range_fields,
-    split,
-)
+from kvtier.client import answers
+from kvtier.client.answers import Answer, Asked, Bodies, Body, Fill, Lease, RegisteredNamespace, Registration, fault
 from kvtier.client.batch import Batch
 from kvtier.client.connection import Attachment, Connection
 from kvtier.errors import Invalid, KvtierError
-from kvtier.format.layout import HEADER_BYTES, Range
+from kvtier.format.layout import HEADER_BYTES
 from kvtier.protocol.frames import Verb
 from kvtier.protocol.limits import CONTROL_DEADLINE
 from kvtier.protocol.stops import PRESENT, Ending
@@ -54,7 +37,7 @@ class UnixTransport:
 
     def __init__(self, path: str) -> None:
         self.connection = Connection(path)
-        self._registrations = Registrations()
+        self._registrations = answers.Registrations()
 
     def attach(self, deadline: float) -> None:
         """Connects now if need be. Raises KvtierError."""
@@ -72,9 +55,7 @@ class UnixTransport:
         deadline: float,
         attachment: Attachment | None = None,
     ) -> bytes:
-        """One call; within a namespace its handle is filled in, registered where need be, once more if the daemon has
-        forgotten it.
-        """
+        """See Transport.call; registered once more if the daemon has forgotten the namespace."""
         until = time.monotonic() + deadline
         attachment = attachment or self.connection.attach(deadline)
 
@@ -87,96 +68,57 @@ class UnixTransport:
             return once()
         return self._registrations.within(ns, self._asking(attachment, until, deadline), once, attachment.boot)
 
-    def lease(
-        self, ns: RegisteredNamespace, hashes: Hashes, range_: Range, context: bytes, deadline: float | None
-    ) -> Lease:
-        """See Client.lease."""
-        return MappedLease(self, ns, hashes, range_, context, CONTROL_DEADLINE if deadline is None else deadline)
+    def lease(self, asked: Asked, deadline: float | None) -> Lease:
+        return MappedLease(self, asked, CONTROL_DEADLINE if deadline is None else deadline)
 
-    def fill(
-        self, ns: RegisteredNamespace, hashes: Hashes, range_: Range, context: bytes, deadline: float | None
-    ) -> Fill:
-        """See Client.fill."""
-        return MappedFill(self, ns, hashes, range_, context, CONTROL_DEADLINE if deadline is None else deadline)
+    def fill(self, asked: Asked, deadline: float | None) -> Fill:
+        return MappedFill(self, asked, CONTROL_DEADLINE if deadline is None else deadline)
 
-    def get(
-        self,
-        ns: RegisteredNamespace,
-        hashes: Hashes,
-        range_: Range,
-        context: bytes,
-        deadline: float,
-        into: Sequence[Body] | None = None,
-    ) -> Bodies:
-        """See Client.get.
-
-        Taken in pieces, so that the session's cap is never in the way; what is cold is fetched and waited for.
-        """
-        until, pause = time.monotonic() + deadline, COLD_AGAIN
-        bodies, raw = Bodies(), join(ns, hashes)
-        while raw:
+    def get(self, asked: Asked, deadline: float, into: Sequence[Body] | None = None) -> Bodies:
+        """Taken in pieces, so that the session's cap is never in the way; what is cold is fetched and waited for."""
+        until, pause, bodies = time.monotonic() + deadline, COLD_AGAIN, Bodies()
+        while asked:
             left = _left(until, deadline)
-            batch = Batch(ns, raw, range_, context, left)
+            batch = Batch(asked, left)
             try:
-                in_time(deadline)
-                stop = self._within(ns, left, partial(batch.read, self.connection, bodies=bodies, into=into))
-            except Invalid:
-                raise
+                answers.in_time(deadline)
+                stop = self._within(asked.ns, left, partial(batch.read, self.connection, bodies=bodies, into=into))
             except KvtierError as error:
-                bodies.ending = Ending.by(error)
+                bodies.ending = fault(error)
                 return bodies
             bodies.ending = Ending.at(stop)
-            raw = raw[batch.done * ns.hash_bytes :]
-            if not raw or (batch.done and stop == pb.CAP):
+            asked = asked.cut(batch.done, len(asked))
+            if not asked or (batch.done and stop == pb.CAP):
                 continue
             pause = COLD_AGAIN if batch.done else min(COLD_LONGEST, 2 * pause)
-            if (
-                stop != pb.COLD
-                or time.monotonic() + pause > until
-                or not self._fetch(ns, raw, range_, context, left, bodies)
-            ):
+            if stop != pb.COLD or time.monotonic() + pause > until or not self._fetch(asked, left, bodies):
                 return bodies
             time.sleep(pause)
         return bodies
 
-    def _fetch(
-        self, ns: RegisteredNamespace, raw: bytes, range_: Range, context: bytes, deadline: float, bodies: Bodies
-    ) -> bool:
+    def _fetch(self, asked: Asked, deadline: float, bodies: Bodies) -> bool:
         """Starts bringing up the next cold blocks, as many as the arena holds easily: more would push each other out.
 
         Whether it was asked.
         """
         try:
             arena = self.connection.attach(deadline).mapping.nbytes
-            n = max(1, min(FETCH_AHEAD, arena // 16 // ns.extents(range_).slot_bytes))
-            request = pb.Keys(
-                context=context_field(context), hashes=raw[: n * ns.hash_bytes], **range_fields(ns, range_)
-            )
-            self.call(ns, Verb.PREFETCH, request, deadline)
+            n = max(1, min(FETCH_AHEAD, arena // 16 // asked.extents.slot_bytes))
+            self.call(asked.ns, Verb.PREFETCH, asked.cut(0, n).keys(), deadline)
         except KvtierError as error:
             bodies.ending = Ending.by(error)
             return False
         return True
 
-    def put(
-        self,
-        ns: RegisteredNamespace,
-        hashes: Hashes,
-        bodies: Sequence[Any],
-        range_: Range,
-        context: bytes,
-        deadline: float,
-    ) -> Answer:
-        """See Client.put. Split below the session's cap."""
-        batch = Batch(ns, join(ns, hashes), range_, context, deadline)
+    def put(self, asked: Asked, bodies: Sequence[Any], deadline: float) -> Answer:
+        """Split below the session's cap."""
+        batch = Batch(asked, deadline)
         try:
-            in_time(deadline)
-            if batch.total:
-                self._within(ns, deadline, partial(batch.write, self.connection, bodies=bodies))
-        except Invalid:
-            raise
+            answers.in_time(deadline)
+            if asked:
+                self._within(asked.ns, deadline, partial(batch.write, self.connection, bodies=bodies))
         except KvtierError as error:
-            return Answer(batch.done, Ending.by(error))
+            return Answer(batch.done, fault(error))
         return Answer(batch.done)
 
     def _within(self, ns: RegisteredNamespace, deadline: float, call: Callable[[Attachment, int], T]) -> T:
@@ -207,54 +149,41 @@ def _left(until: float, deadline: float) -> float:
 class MappedLease(Lease):
     """Views of the slots themselves, pinned until exit."""
 
-    def __init__(
-        self,
-        transport: UnixTransport,
-        ns: RegisteredNamespace,
-        hashes: Hashes,
-        range_: Range,
-        context: bytes,
-        deadline: float,
-    ) -> None:
-        self._transport, self._ns = transport, ns
-        self._parts = split(ns, hashes)
-        self._range, self._context, self._deadline = range_, context_field(context), deadline
+    def __init__(self, transport: UnixTransport, asked: Asked, deadline: float) -> None:
+        self._transport, self._asked, self._deadline = transport, asked, deadline
         self._ids: list[int] = []
         self._attachment: Attachment | None = None
         self._memory: Body | None = None
         self._offsets: list[int] = []
 
     def __enter__(self) -> MappedLease:
-        ns, connection = self._ns, self._transport.connection
-        fields = range_fields(ns, self._range)
-        self._body_bytes = ns.extents(self._range).body_bytes
+        asked, connection = self._asked, self._transport.connection
+        self._body_bytes = asked.extents.body_bytes
         try:
-            in_time(self._deadline)
+            answers.in_time(self._deadline)
             attachment = connection.attach(self._deadline)
             connection.use(attachment)
             self._attachment = attachment
             memory = attachment.memory.view()
             memory.flags.writeable = False
             self._memory = memory
-            for part in self._parts:
+            for part in asked.parts():
                 id_ = next(attachment.ids)
                 self._ids.append(id_)
-                request = pb.Keys(id=id_, context=self._context, hashes=part, **fields)
-                reply = pb.Slots.FromString(self._transport.call(ns, Verb.LEASE, request, self._deadline, attachment))
+                raw = self._transport.call(asked.ns, Verb.LEASE, part.keys(id=id_), self._deadline, attachment)
+                reply = pb.Slots.FromString(raw)
                 self._offsets += reply.offset
                 self.ending = Ending.at(reply.stop)
                 if reply.stop:
                     break
         except BaseException as error:
             if not isinstance(error, KvtierError) or isinstance(error, Invalid):
-                self.__exit__(None, None, None)
+                self.__exit__()
                 raise
             self.ending = Ending.by(error)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         attachment, self._attachment = self._attachment, None
         if attachment is None:
             return
@@ -288,42 +217,28 @@ class MappedLease(Lease):
 class MappedFill(Fill):
     """Views of the reserved slots themselves."""
 
-    def __init__(
-        self,
-        transport: UnixTransport,
-        ns: RegisteredNamespace,
-        hashes: Hashes,
-        range_: Range,
-        context: bytes,
-        deadline: float,
-    ) -> None:
-        self._transport, self._ns = transport, ns
-        self._parts = split(ns, hashes)
-        self._range, self._context, self._deadline = range_, context_field(context), deadline
+    def __init__(self, transport: UnixTransport, asked: Asked, deadline: float) -> None:
+        self._transport, self._asked, self._deadline = transport, asked, deadline
         self._ids: list[tuple[int, int]] = []
         self._attachment: Attachment | None = None
         self._offsets: list[int] | None = None
-        self._total = count(ns, hashes)
-        self.sealed = 0
+        super().__init__(len(asked))
 
     def __enter__(self) -> MappedFill:
-        ns, connection = self._ns, self._transport.connection
-        fields = range_fields(ns, self._range)
-        extents = ns.extents(self._range)
-        self._body_bytes = extents.body_bytes
+        asked, connection = self._asked, self._transport.connection
+        nbytes, self._body_bytes = asked.extents.block_bytes, asked.extents.body_bytes
         offsets: list[int] = []
         try:
-            in_time(self._deadline)
+            answers.in_time(self._deadline)
             attachment = connection.attach(self._deadline)
             connection.use(attachment)
             self._attachment = attachment
-            for part in self._parts:
+            for part in asked.parts():
                 id_ = next(attachment.ids)
-                self._ids.append((id_, len(part) // ns.hash_bytes))
-                request = pb.Keys(id=id_, context=self._context, hashes=part, nbytes=extents.block_bytes, **fields)
-                offsets += pb.Slots.FromString(
-                    self._transport.call(ns, Verb.RESERVE, request, self._deadline, attachment)
-                ).offset
+                self._ids.append((id_, len(part)))
+                request = part.keys(id=id_, nbytes=nbytes)
+                raw = self._transport.call(asked.ns, Verb.RESERVE, request, self._deadline, attachment)
+                offsets += pb.Slots.FromString(raw).offset
             self._offsets = offsets
         except BaseException as error:
             self._abort()
@@ -332,9 +247,7 @@ class MappedFill(Fill):
             self.ending = Ending.by(error)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
         attachment = self._attachment
         if attachment is None:
             return
@@ -349,7 +262,7 @@ class MappedFill(Fill):
                 known = pb.Count.FromString(reply).n
                 self.sealed += known
                 if known < n:
-                    self.ending = DROPPED
+                    self.ending = answers.DROPPED
                     self._abort()  # what follows is of no use without them
                     return
         except BaseException as failure:
@@ -361,14 +274,7 @@ class MappedFill(Fill):
         self._attachment = None
         connection.unuse(attachment)
 
-    def __len__(self) -> int:
-        return self._total
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(self._total))]
-        if not -self._total <= index < self._total:
-            raise IndexError(index)
+    def _body(self, index: int) -> Body | None:
         offsets, attachment = self._offsets, self._attachment
         if offsets is None or attachment is None or offsets[index] == PRESENT:
             return None

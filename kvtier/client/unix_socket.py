@@ -62,9 +62,8 @@ class UnixSocket:
             raise Deadline(f"the daemon at {path} did not answer within {deadline:g} s") from None
         except (OSError, frames.Closed) as error:
             self.close()
-            raise Unavailable(
-                f"no daemon at {path}: {getattr(error, 'strerror', None) or 'it closed the connection'}"
-            ) from None
+            why = getattr(error, "strerror", None) or "it closed the connection"
+            raise Unavailable(f"no daemon at {path}: {why}") from None
         except Invalid as error:  # nothing the caller can mend
             self.close()
             raise Unavailable(f"no daemon of this version at {path}: {error}") from None
@@ -103,10 +102,7 @@ class UnixSocket:
         self.posted[-1] = (request, id_)
 
     def answer(self) -> bytes:
-        """The answer to the oldest call without one.
-
-        Raises ErrorAnswer if it is an error; Deadline or Unavailable if the transport failed.
-        """
+        """The answer to the oldest call without one. Raises ErrorAnswer; Deadline, Unavailable: transport faults."""
         request = self._sent.popleft()
         try:
             status, answered, _, reply = self._buffer.receive(self.sock, self._deadline)

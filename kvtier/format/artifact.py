@@ -45,10 +45,8 @@ FORMAT = 1  # version of the manifest's schema
 MANIFEST = "manifest.json"
 SCALES = "scales.safetensors"
 MAX_MANIFEST_BYTES = 256 * 1024
-LEAST_SCALE, MOST_SCALE = (
-    2.0**-64,
-    2.0**119,
-)  # what the quantizer takes as a static scale; an artifact may hold others, of another quantizer
+# What the quantizer takes as a static scale; an artifact may hold others, of another quantizer.
+LEAST_SCALE, MOST_SCALE = 2.0**-64, 2.0**119
 
 _PERSON_SCALES = b"kvtier.scales.1"
 _PERSON_ARTIFACT = b"kvtier.art.1"
@@ -62,8 +60,7 @@ Scales = Mapping[tuple[int, str], NDArray[np.float32]]
 
 @dataclass(frozen=True, slots=True)
 class PartFormat:
-    """Number format and scale granularity of one part ("k", "v", ...) in the layers that are quantized; the words are
-    those of `layout.Part`."""
+    """Number format and scale granularity of one part ("k", "v", ...) in quantized layers, in `layout.Part`'s words."""
 
     dtype: str
     granularity: str
@@ -142,17 +139,12 @@ class Artifact:
 
     def to_json(self) -> dict[str, Any]:
         """The manifest as plain data of a closed schema. Scale values are in it as their digest."""
+        parts = {name: {"dtype": form.dtype, "granularity": form.granularity} for name, form in self.parts.items()}
         return {
             "format": FORMAT,
             "model": self.model,
             "revision": self.revision,
-            "encoding": {
-                "parts": {
-                    name: {"dtype": form.dtype, "granularity": form.granularity} for name, form in self.parts.items()
-                },
-                "rule": self.rule,
-                "codec": self.codec,
-            },
+            "encoding": {"parts": parts, "rule": self.rule, "codec": self.codec},
             "excluded": list(self.excluded),
             "backend": self.backend,
             "calibration": self.calibration,
@@ -195,31 +187,14 @@ class Artifact:
         scales for."""
         for layer in (layer for group in layout.groups for layer in group.layers):
             for part in layer.parts:
-                native = layer.index in self.excluded or part.name not in self.parts
-                wanted = (
-                    ("native", "none") if native else (self.parts[part.name].dtype, self.parts[part.name].granularity)
-                )
-                found = ("native", "none") if native and part.native else (part.dtype, part.granularity)
+                form = None if layer.index in self.excluded else self.parts.get(part.name)
+                wanted = ("native", "none") if form is None else (form.dtype, form.granularity)
+                found = ("native", "none") if form is None and part.native else (part.dtype, part.granularity)
                 if found != wanted:
-                    raise Invalid(
-                        f"{part.name} of layer {layer.index}: the layout says {' '.join(found)}, the artifact "
-                        f"{' '.join(wanted)}"
-                    )
-        scales = pack_scales(self.scales)
-        return Description(
-            self.model,
-            self.revision,
-            layout,
-            hashing,
-            self.digest,
-            self.rule,
-            self.codec,
-            scales,
-            rope or {},
-            self.backend,
-            physical,
-            packing,
-        )
+                    said = f"the layout says {' '.join(found)}, the artifact {' '.join(wanted)}"
+                    raise Invalid(f"{part.name} of layer {layer.index}: {said}")
+        form_of = (self.digest, self.rule, self.codec, pack_scales(self.scales), rope or {}, self.backend)
+        return Description(self.model, self.revision, layout, hashing, *form_of, physical, packing)
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Writes the artifact as a new directory: whole or not at all, and on disk when this returns. The same artifact
@@ -250,8 +225,7 @@ class Artifact:
 
 
 def load(directory: str | os.PathLike[str]) -> Artifact:
-    """The artifact in `directory`. Raises Invalid, naming the file, for anything that `save` would not have written.
-    Blocks on disk."""
+    """The artifact in `directory`. Raises Invalid, naming the file, for what `save` would not have written. Blocks."""
     manifest, weights = Path(directory) / MANIFEST, Path(directory) / SCALES
     raw = read_file(manifest, MAX_MANIFEST_BYTES)
     with naming(manifest):
@@ -263,9 +237,8 @@ def load(directory: str | os.PathLike[str]) -> Artifact:
     with naming(manifest):
         artifact = Artifact(scales=scales, **arguments)
         if artifact.scales_digest != scales_digest:
-            raise Invalid(
-                f"it belongs to scales with digest {scales_digest}, those in {SCALES} have {artifact.scales_digest}"
-            )
+            found = f"those in {SCALES} have {artifact.scales_digest}"
+            raise Invalid(f"it belongs to scales with digest {scales_digest}, {found}")
         if artifact.canonical != raw:
             raise Invalid("not in canonical form (sorted keys, no spaces, no duplicate keys)")
     return artifact
@@ -297,8 +270,7 @@ def rank_scales(artifact: Artifact, ranks: int, rank: int) -> dict[tuple[int, st
 
 
 def diff(stored: Artifact, live: Artifact, most: int = 50) -> list[Difference]:
-    """The fields in which two artifacts differ, the first `most`; scales as numbers. Empty if and only if the digests
-    are equal."""
+    """The fields in which two artifacts differ, the first `most`; scales as numbers. None if and only if equal."""
     left, right = ({**artifact.to_json(), "scales": pack_scales(artifact.scales)} for artifact in (stored, live))
     return differences(left, right, most)
 
@@ -310,9 +282,7 @@ def _parse_manifest(raw: bytes) -> tuple[dict[str, Any], str]:
     except (ValueError, RecursionError) as error:
         raise Invalid(f"not JSON: {error}") from None
     version, model, revision, encoding, excluded, backend, calibration, position, report, scales_digest = fields(
-        data,
-        "manifest",
-        *_MANIFEST_FIELDS,
+        data, "manifest", *_MANIFEST_FIELDS
     )
     if type(version) is not int or version != FORMAT:
         raise Invalid(f"this version reads and writes format {FORMAT}, not {version!r:.80}")
@@ -320,12 +290,11 @@ def _parse_manifest(raw: bytes) -> tuple[dict[str, Any], str]:
     for name, value in (("parts", parts), ("report", report)):
         if not isinstance(value, dict):
             raise Invalid(f"{name} must be an object")
+    formats = {name: fields(form, f"format of {name}", "dtype", "granularity") for name, form in parts.items()}
     return {
         "model": model,
         "revision": revision,
-        "parts": {
-            name: PartFormat(*fields(form, f"format of {name}", "dtype", "granularity")) for name, form in parts.items()
-        },
+        "parts": {name: PartFormat(*form) for name, form in formats.items()},
         "rule": rule,
         "codec": codec,
         "backend": backend,
@@ -337,8 +306,7 @@ def _parse_manifest(raw: bytes) -> tuple[dict[str, Any], str]:
 
 
 def _check_scales(scales: Scales, parts: Mapping[str, PartFormat], excluded: Collection[int]) -> None:
-    """Every scale is a finite positive f32, and every quantized layer has exactly the static parts, of one head
-    count."""
+    """Every scale is a finite positive f32; every quantized layer has exactly the static parts, of one head count."""
     static = {name for name, form in parts.items() if form.granularity in STATIC}
     for (layer, part), values in scales.items():
         check_int("layer of a scale", layer, 0, 65535)

@@ -15,16 +15,8 @@ import numpy.typing as npt
 import xxhash
 
 from kvtier.errors import Lost
-from kvtier.format.layout import (
-    ALIGN,
-    HEADER_BYTES,
-    MAX_BLOCK_BYTES,
-    MAX_GROUPS,
-    MAX_HEADS,
-    MAX_LAYERS,
-    MAX_TOKENS,
-    Extents,
-)
+from kvtier.format import layout
+from kvtier.format.layout import ALIGN, HEADER_BYTES, MAX_BLOCK_BYTES, Extents
 
 MAGIC = b"KVTIER\r\n"  # the line end shows transfers that mangle text
 VERSION = 1
@@ -59,24 +51,9 @@ def header_template(
     namespace: bytes, resolved: tuple[int, int, int, int, int], context: bytes, extents: Extents, hash_bytes: int
 ) -> bytes:
     """256 bytes with key and content hash left zero: what the headers of one call share."""
-    return (
-        _HEADER.pack(
-            MAGIC,
-            VERSION,
-            hash_bytes,
-            *resolved,
-            0,
-            extents.block_bytes,
-            bytes(32),
-            namespace,
-            context,
-            bytes(64),
-            extents.group.tokens,
-            HEADER_BYTES + extents.scales[0][0],
-            HEADER_BYTES + extents.data[0][0],
-        )
-        + _ZERO_TAIL
-    )
+    known = (bytes(32), namespace, context, bytes(64), extents.group.tokens)
+    starts = (HEADER_BYTES + extents.scales[0][0], HEADER_BYTES + extents.data[0][0])
+    return _HEADER.pack(MAGIC, VERSION, hash_bytes, *resolved, 0, extents.block_bytes, *known, *starts) + _ZERO_TAIL
 
 
 def headers(template: bytes, keys: list[bytes], hashes: list[bytes]) -> npt.NDArray[np.uint8]:
@@ -106,24 +83,15 @@ def parse_header(block: Bytes) -> Header:
     if not 8 <= hash_bytes <= 64:
         raise Lost(f"content hash of {hash_bytes} bytes")
     group, layer_lo, layer_hi, head_lo, head_hi = resolved
-    if not (group < MAX_GROUPS and layer_lo < layer_hi <= MAX_LAYERS and head_lo < head_hi <= MAX_HEADS):
+    ordered = layer_lo < layer_hi <= layout.MAX_LAYERS and head_lo < head_hi <= layout.MAX_HEADS
+    if not ordered or group >= layout.MAX_GROUPS:
         raise Lost(f"no such range: group {group}, layers [{layer_lo}, {layer_hi}), heads [{head_lo}, {head_hi})")
-    if not 1 <= tokens <= MAX_TOKENS:
+    if not 1 <= tokens <= layout.MAX_TOKENS:
         raise Lost(f"a block of {tokens} tokens")
     if scales != HEADER_BYTES or not scales <= payload < nbytes <= MAX_BLOCK_BYTES or payload % ALIGN or nbytes % ALIGN:
         raise Lost(f"sizes that do not fit: {nbytes} bytes, scales at {scales}, payload at {payload}")
-    return Header(
-        hash_bytes,
-        (group, layer_lo, layer_hi, head_lo, head_hi),
-        nbytes,
-        key,
-        namespace,
-        context,
-        content[:hash_bytes],
-        tokens,
-        scales,
-        payload,
-    )
+    range_ = (group, layer_lo, layer_hi, head_lo, head_hi)
+    return Header(hash_bytes, range_, nbytes, key, namespace, context, content[:hash_bytes], tokens, scales, payload)
 
 
 def verify(block: Bytes, key: bytes, checksum: int | None = None) -> Header:

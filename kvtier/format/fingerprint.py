@@ -96,12 +96,8 @@ def fingerprint(path: str | os.PathLike[str], *, full: bool = False) -> str:
 
 def hub_cache() -> Path:
     """Where the Hugging Face cache lies, by the environment variables that its own library obeys. It need not exist."""
-    for name, below in (
-        ("HF_HUB_CACHE", ""),
-        ("HUGGINGFACE_HUB_CACHE", ""),
-        ("HF_HOME", "hub"),
-        ("XDG_CACHE_HOME", "huggingface/hub"),
-    ):
+    whole = (("HF_HUB_CACHE", ""), ("HUGGINGFACE_HUB_CACHE", ""))
+    for name, below in (*whole, ("HF_HOME", "hub"), ("XDG_CACHE_HOME", "huggingface/hub")):
         if value := os.environ.get(name):
             return Path(os.path.expandvars(value)).expanduser() / below
     return Path("~/.cache/huggingface/hub").expanduser()
@@ -109,21 +105,15 @@ def hub_cache() -> Path:
 
 def _resolve_branch(model: str, branch: str) -> str:
     """The commit that the local cache has for a branch or tag of a hub model."""
-    if (
-        not branch
-        or len(branch) > 255
-        or not branch.isprintable()
-        or any(part in ("", ".", "..") for part in branch.split("/"))
-    ):
+    path = all(part not in ("", ".", "..") for part in branch.split("/"))
+    if len(branch) > 255 or not branch.isprintable() or not path:
         raise Invalid(f"revision must be a commit or the name of a branch, not {branch!r:.200}")
     advice = "write the commit itself (40 hex digits), or load the model once so that the cache knows it"
     folder = hub_cache() / f"models--{model.replace('/', '--')}"
     ref = folder / "refs" / branch
     if not ref.is_file():
-        raise Invalid(
-            f"revision {branch!r} of {model} is a name that may move, and {folder} does not say which commit it means: "
-            f"{advice}"
-        )
+        unsaid = f"{folder} does not say which commit it means: {advice}"
+        raise Invalid(f"revision {branch!r} of {model} is a name that may move, and {unsaid}")
     commit = read_file(ref, 1024).decode("ascii", "replace").strip()
     if not _COMMIT.fullmatch(commit):
         raise Invalid(f"{ref} holds no commit but {commit!r:.80}: {advice}")
@@ -138,10 +128,8 @@ def _resolve_path(path: Path, revision: str | None, full: bool) -> tuple[str, st
     if not found:
         found = fingerprint(path, full=full)
     if revision is not None and revision != found:
-        raise Invalid(
-            f"{path} is {found}, not revision {revision!r:.200}: local files are named by their content, leave the "
-            "revision out"
-        )
+        advice = "local files are named by their content, leave the revision out"
+        raise Invalid(f"{path} is {found}, not revision {revision!r:.200}: {advice}")
     return name, found
 
 
@@ -149,23 +137,19 @@ def _hub_snapshot(path: Path) -> tuple[str, str] | None:
     """(hub id, commit) of a snapshot in a Hugging Face cache whose files are all links to blobs, which are named by
     their content. A file put there by hand makes it a directory like any other. The blobs themselves are not read."""
     root = path.resolve()
-    if not (
-        root.is_dir()
-        and _COMMIT.fullmatch(root.name)
-        and root.parent.name == "snapshots"
-        and root.parent.parent.name.startswith("models--")
-    ):
+    model = root.parent.parent
+    placed = root.parent.name == "snapshots" and model.name.startswith("models--")
+    if not placed or not _COMMIT.fullmatch(root.name) or not root.is_dir():
         return None
-    blobs = root.parent.parent / "blobs"
+    blobs = model / "blobs"
     files = _model_files(root)
     if not files or any(not file.is_symlink() or file.resolve().parent != blobs for file in files.values()):
         return None
-    return root.parent.parent.name.removeprefix("models--").replace("--", "/"), root.name
+    return model.name.removeprefix("models--").replace("--", "/"), root.name
 
 
 def _model_files(root: Path) -> dict[str, Path]:
-    """The files under `root` that a fingerprint covers, by their path within it. Hidden names are left out; linked
-    directories not followed."""
+    """Files under `root` that a fingerprint covers, by path in it. No hidden names; linked directories not followed."""
     if not root.is_dir():
         raise Invalid(f"{root}: neither a directory nor a regular file")
     found: dict[str, Path] = {}
@@ -173,14 +157,12 @@ def _model_files(root: Path) -> dict[str, Path]:
         below[:] = [name for name in below if not name.startswith(".") and name != "__pycache__"]
         for name in names:
             file = Path(directory, name)
-            if not name.startswith(".") and (
-                _is_weights(file) or name in CONFIGS or name.endswith((".index.json", ".py"))
-            ):
+            kept = _is_weights(file) or name in CONFIGS or name.endswith((".index.json", ".py"))
+            if kept and not name.startswith("."):
                 found[str(file.relative_to(root))] = file
                 if len(found) > MAX_FILES:
-                    raise Invalid(
-                        f"{root} has more than {MAX_FILES} files of weights and configuration: is it a model?"
-                    )
+                    many = f"more than {MAX_FILES} files of weights and configuration"
+                    raise Invalid(f"{root} has {many}: is it a model?")
     return found
 
 
@@ -277,8 +259,7 @@ class _Cache:
         return digest
 
     def save(self) -> None:
-        """Writes the cache aside and renames it into place, the newest MAX_CACHED entries. No error is raised where
-        that cannot be done."""
+        """Writes the newest MAX_CACHED entries aside and renames them into place. Raises nothing where that fails."""
         if not self._changed:
             return
         newest = dict(list(self._entries.items())[-MAX_CACHED:])
@@ -295,10 +276,6 @@ class _Cache:
 
 
 def _is_entry(entry: object) -> bool:
-    return (
-        isinstance(entry, list)
-        and len(entry) == 5
-        and all(type(number) is int for number in entry[:-1])
-        and isinstance(entry[-1], str)
-        and _HEX64.fullmatch(entry[-1]) is not None
-    )
+    if not isinstance(entry, list) or len(entry) != 5 or not all(type(number) is int for number in entry[:-1]):
+        return False
+    return isinstance(entry[-1], str) and _HEX64.fullmatch(entry[-1]) is not None

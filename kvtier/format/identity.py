@@ -37,9 +37,8 @@ _PERSON_KEY = b"kvtier.key.1"
 _PERSON_CONTEXT = b"kvtier.ctx.1"
 _PERSON_CHAIN = b"kvtier.chain.1"
 _REVISION = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}|fingerprint:[0-9a-f]{64}")
-_TOKEN = re.compile(
-    rb'[][{}]|"(?:[^"\\]|\\.)*+(?:"|\\?\Z)', re.DOTALL
-)  # a bracket, or a whole string, which may lack its end
+# a bracket, or a whole string, which may lack its end
+_TOKEN = re.compile(rb'[][{}]|"(?:[^"\\]|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 _ONE = "3f800000"  # 1.0 in the form of `f32_hex`
 _HEX64 = re.compile(r"[0-9a-f]{64}")
 _RANGE = struct.Struct("<5H")
@@ -147,12 +146,10 @@ class Description:
             check_int(name, value, low, high)
         for name, rope_value in self.rope.items():
             check_text("rope field", name)
-            if type(rope_value) is not int and not (
-                isinstance(rope_value, str) and len(rope_value) <= MAX_TEXT and rope_value.isprintable()
-            ):
-                raise Invalid(
-                    f"rope.{name} must be text or an integer (a float goes through f64_hex), not {rope_value!r}"
-                )
+            text = isinstance(rope_value, str) and len(rope_value) <= MAX_TEXT and rope_value.isprintable()
+            if type(rope_value) is not int and not text:
+                wanted = "text or an integer (a float goes through f64_hex)"
+                raise Invalid(f"rope.{name} must be {wanted}, not {rope_value!r}")
         _check_scales(self)
         object.__setattr__(self, "scales", MappingProxyType(dict(self.scales)))  # the caller's dicts may change later
         object.__setattr__(self, "rope", MappingProxyType(dict(self.rope)))
@@ -186,32 +183,15 @@ class Description:
     def from_json(cls, data: Any) -> Description:
         """The description that `to_json` wrote. Raises Invalid for anything outside the closed schema."""
         version, model, revision, artifact, encoding, scales, layout, rope, hashing, backend, physical, packing = (
-            fields(
-                data,
-                "description",
-                *_FIELDS,
-            )
+            fields(data, "description", *_FIELDS)
         )
         rule, codec = fields(encoding, "encoding", "rule", "codec")
         scheme = HashScheme(*fields(hashing, "hash", "algorithm", "seed", "block_tokens", "lookahead", "bytes"))
         for name, value in (("scales", scales), ("rope", rope)):
             if not isinstance(value, dict):
                 raise Invalid(f"{name} must be an object")
-        return cls(
-            model,
-            revision,
-            Layout.from_json(layout),
-            scheme,
-            artifact,
-            rule,
-            codec,
-            scales,
-            rope,
-            backend,
-            physical,
-            packing,
-            version,
-        )
+        form = (artifact, rule, codec, scales, rope, backend, physical, packing, version)
+        return cls(model, revision, Layout.from_json(layout), scheme, *form)
 
     @property
     def canonical(self) -> bytes:
@@ -225,8 +205,7 @@ class Description:
 
 
 def parse_description(raw: bytes) -> Description:
-    """The description in these canonical bytes. Raises Invalid if they are too long, not JSON, not canonical, or
-    outside the schema."""
+    """The description in these canonical bytes. Raises Invalid: too long, not JSON, not canonical, not the schema."""
     if len(raw) > MAX_DESCRIPTION_BYTES:
         raise Invalid(f"a description has at most {MAX_DESCRIPTION_BYTES} bytes, not {len(raw)}")
     _check_depth(raw)
@@ -241,8 +220,7 @@ def parse_description(raw: bytes) -> Description:
 
 
 def _check_depth(raw: bytes) -> None:
-    """Raises Invalid for brackets nested deeper than MAX_DEPTH: Python 3.13's parser overruns the stack of a small
-    thread, and the process dies."""
+    """Raises Invalid beyond MAX_DEPTH brackets: Python 3.13's parser would overrun a small thread's stack and die."""
     if not raw.isascii() or b"\0" in raw:  # else strings would not be where they seem to be
         raise Invalid("a description must be JSON in ASCII, other characters as \\u escapes")
     depth = 0
@@ -270,9 +248,8 @@ def request_context(adapter: bytes | None = None, salt: str | None = None) -> by
     other types than these two: what Python holds to be equal (1, True, 1.0) must not become one salt.
     """
     if not isinstance(adapter, bytes | None) or not isinstance(salt, str | None):
-        raise Invalid(
-            f"an adapter digest is bytes and a salt is text, not {type(adapter).__name__} and {type(salt).__name__}"
-        )
+        found = f"{type(adapter).__name__} and {type(salt).__name__}"
+        raise Invalid(f"an adapter digest is bytes and a salt is text, not {found}")
     if not adapter and not salt:
         return NO_CONTEXT
     hasher = blake2b(digest_size=DIGEST_BYTES, person=_PERSON_CONTEXT)
@@ -347,14 +324,12 @@ class Difference:
 
 
 def diff(stored: Description, live: Description, most: int = 50) -> list[Difference]:
-    """The fields in which two descriptions differ, the first `most`; scales as numbers. Empty if and only if the
-    digests are equal."""
+    """The fields in which two descriptions differ, the first `most`; scales as numbers. None if and only if equal."""
     return differences(stored.to_json(), live.to_json(), most)
 
 
 def differences(stored: dict[str, Any], live: dict[str, Any], most: int = 50) -> list[Difference]:
-    """The fields in which two JSON objects differ, the first `most`. A top-level field `scales` has the form of
-    `Description.scales`."""
+    """The fields in which two JSON objects differ, the first `most`. A field `scales` is as `Description.scales`."""
     found: list[Difference] = []
     _walk("", stored, live, found)
     if len(found) > most:
@@ -427,10 +402,8 @@ def _check_scales(description: Description) -> None:
     }
     if set(wanted) != set(description.scales):
         odd = sorted(set(wanted) ^ set(description.scales))
-        raise Invalid(
-            "static scales must be given for exactly the parts with granularity tensor or head; odd: "
-            f"{', '.join(odd)[:200]}"
-        )
+        rule = "static scales must be given for exactly the parts with granularity tensor or head"
+        raise Invalid(f"{rule}; odd: {', '.join(odd)[:200]}")
     for name, count in wanted.items():
         text = description.scales[name]
         if not (isinstance(text, str) and len(text) == 8 * count and set(text) <= set("0123456789abcdef")):

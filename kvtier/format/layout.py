@@ -57,8 +57,8 @@ class Part:
     width         elements per token and head (bytes per *block* in an opaque group)
     dtype         number format of the elements, a key of ITEM_BYTES
     granularity   what one scale covers: "none" (native), "tensor", "head" (both static, repeated per head in the
-                  block), "block-head"
-                  (one engine block of one head), "token-head", "channel" (one channel of one engine block and head)
+                  block), "block-head" (one engine block of one head), "token-head", "channel" (one channel of one
+                  engine block and head)
     scale_dtype   number format of a scale, a key of SCALE_BYTES
     """
 
@@ -75,16 +75,13 @@ class Part:
         if self.dtype not in ITEM_BYTES:
             raise Invalid(f"dtype of {self.name} must be one of {sorted(ITEM_BYTES)}, not {self.dtype!r}")
         if self.granularity not in GRANULARITIES:
-            raise Invalid(
-                f"granularity of {self.name} must be one of {sorted(GRANULARITIES)}, not {self.granularity!r}"
-            )
+            wanted = f"one of {sorted(GRANULARITIES)}"
+            raise Invalid(f"granularity of {self.name} must be {wanted}, not {self.granularity!r}")
         if self.scale_dtype not in SCALE_BYTES:
             raise Invalid(f"scale_dtype of {self.name} must be one of {sorted(SCALE_BYTES)}, not {self.scale_dtype!r}")
         if (self.granularity == "none") != (self.dtype not in FP8):
-            raise Invalid(
-                f"{self.name}: an FP8 part needs a scale granularity and a native one has none ({self.dtype}, "
-                f"{self.granularity})"
-            )
+            wanted = "an FP8 part needs a scale granularity and a native one has none"
+            raise Invalid(f"{self.name}: {wanted} ({self.dtype}, {self.granularity})")
 
     @property
     def native(self) -> bool:
@@ -140,21 +137,17 @@ class Group:
         opaque = self.kind == "opaque"
         if (self.digest is not None) != opaque:
             raise Invalid("an opaque group, and only one, needs the digest of what its bytes mean")
-        if opaque and not (
-            isinstance(self.digest, str) and len(self.digest) == 64 and set(self.digest) <= set("0123456789abcdef")
-        ):
+        digits = isinstance(self.digest, str) and len(self.digest) == 64 and set(self.digest) <= set("0123456789abcdef")
+        if opaque and not digits:
             raise Invalid("the digest of an opaque group must be 64 lower-case hex digits")
         for layer in self.layers:
             if opaque and (len(layer.parts) != 1 or layer.parts[0].dtype != "u8"):
-                raise Invalid(
-                    f"layer {layer.index} of an opaque group must have one part of dtype u8 whose width is its bytes "
-                    "per block"
-                )
+                wanted = "one part of dtype u8 whose width is its bytes per block"
+                raise Invalid(f"layer {layer.index} of an opaque group must have {wanted}")
             for part in layer.parts:
                 if not opaque and part.width > MAX_WIDTH:
-                    raise Invalid(
-                        f"width of {part.name} in layer {layer.index} must be at most {MAX_WIDTH}, not {part.width}"
-                    )
+                    where = f"width of {part.name} in layer {layer.index}"
+                    raise Invalid(f"{where} must be at most {MAX_WIDTH}, not {part.width}")
 
     @property
     def tokens(self) -> int:
@@ -300,11 +293,8 @@ class Layout:
         if not 0 <= range_.group < len(self.groups):
             raise Invalid(f"group {range_.group} is not in [0, {len(self.groups)})")
         group = self.groups[range_.group]
-        ends = []
-        for what, (low, high), size in (
-            ("layers", range_.layers, len(group.layers)),
-            ("heads", range_.heads, group.heads),
-        ):
+        ends, sizes = [], (("layers", range_.layers, len(group.layers)), ("heads", range_.heads, group.heads))
+        for what, (low, high), size in sizes:
             high = size if high is None else high
             if not 0 <= low < high <= size:
                 raise Invalid(f"{what} [{low}, {high}) of group {range_.group} is empty or outside [0, {size})")
@@ -321,8 +311,7 @@ class Layout:
 
     @classmethod
     def from_json(cls, data: Any) -> Layout:
-        """The layout that `to_json` wrote. Raises Invalid for anything else: missing or unknown fields, wrong types,
-        sizes."""
+        """The layout that `to_json` wrote. Raises Invalid for missing or unknown fields, wrong types and sizes."""
         groups = fields(data, "layout", "groups")[0]
         return cls(tuple(_group_from_json(group) for group in items(groups, "layout.groups")))
 
@@ -437,8 +426,7 @@ def attention(
 
 
 def opaque(nbytes: int, digest: str, *, engine_tokens: int, layers: int = 1, engine_blocks: int = 1) -> Layout:
-    """Blocks of bytes that are not interpreted: `nbytes` per layer and block; `digest` (64 hex digits) names what they
-    mean."""
+    """Blocks of uninterpreted bytes: `nbytes` per layer and block; `digest` (64 hex digits) names what they mean."""
     part = (Part("bytes", nbytes, "u8"),)
     return Layout(
         (Group("opaque", 1, engine_tokens, tuple(Layer(i, part) for i in range(layers)), engine_blocks, None, digest),)

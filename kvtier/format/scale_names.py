@@ -50,6 +50,5 @@ def odd(name: str) -> bool:
 
 
 def is_scale(name: str) -> bool:
-    """Whether a tensor may matter to KV as a scale: those that are understood, those that look like it, and all scales
-    of the attention."""
+    """Whether a tensor may matter to KV as a scale: understood, or alike in name, or any scale of the attention."""
     return _LOOKS.search(name) is not None or (name.endswith("_scale") and "attn" in name.replace("attention", "attn"))

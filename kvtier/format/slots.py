@@ -1,5 +1,4 @@
-"""How a capacity is cut into slabs, and slabs into slots. What fits is worked out from this, by the store and by who
-plans for one."""
+"""How a capacity is cut into slabs, and slabs into slots, for the store and for those who plan for one."""
 
 from __future__ import annotations
 
@@ -11,8 +10,7 @@ MIN_SLABS = 8  # of a small arena: its slabs shrink, so that several block sizes
 
 
 def default_slab(nbytes: int) -> int:
-    """Bytes of a slab for this capacity. Raises Invalid if the capacity is below `MIN_SLABS` slots of the smallest
-    size."""
+    """Bytes of a slab for this capacity. Raises Invalid if that is below `MIN_SLABS` slots of the smallest size."""
     slab = SLAB_BYTES if nbytes >= MIN_SLABS * SLAB_BYTES else nbytes // MIN_SLABS
     if slab < SLOT_ALIGN:
         raise Invalid(f"an arena needs at least {MIN_SLABS * SLOT_ALIGN} bytes, not {nbytes}")

@@ -28,8 +28,7 @@ MAX_HEADER_BYTES = 100_000_000  # the limit of the format
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor of a safetensors file as it stands there: format name ("F32", "BF16", ...), shape, little-endian
-    bytes."""
+    """One tensor of a safetensors file as it stands: format name ("F32", "BF16", ...), shape, little-endian bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -47,8 +46,7 @@ class Span:
 
 
 def read_safetensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """All tensors of a safetensors file of at most MAX_FILE_BYTES, as raw bytes (numpy has no bf16). Raises Invalid
-    naming the file."""
+    """All tensors of a safetensors file of at most MAX_FILE_BYTES, as raw bytes. Raises Invalid naming the file."""
     raw = read_file(path, MAX_FILE_BYTES)
     try:
         found = safetensors.deserialize(raw)
@@ -89,8 +87,7 @@ def read_header(path: str | os.PathLike[str]) -> tuple[dict[str, Span], bytes]:
 
 
 def to_f32(tensor: Tensor) -> NDArray[np.float32]:
-    """The values of an F32, F16 or BF16 tensor, exactly, in its shape. Raises Invalid for other formats and for bytes
-    that do not fit the shape."""
+    """The values of an F32, F16 or BF16 tensor, exactly, in its shape. Raises Invalid for other formats and sizes."""
     item = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}.get(tensor.dtype)
     if item is None:
         raise Invalid(f"values must be F32, F16 or BF16, not {tensor.dtype}")

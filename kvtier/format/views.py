@@ -17,12 +17,8 @@ from kvtier.errors import Invalid
 from kvtier.format.layout import Extents
 
 _BITS = {
-    "e4m3fn": np.uint8,
-    "e5m2": np.uint8,
-    "e4m3fnuz": np.uint8,
-    "u8": np.uint8,
-    "bf16": np.uint16,
-    "fp16": np.uint16,
+    **dict.fromkeys(("e4m3fn", "e5m2", "e4m3fnuz", "u8"), np.uint8),
+    **dict.fromkeys(("bf16", "fp16"), np.uint16),
     "fp32": np.float32,
 }
 
@@ -60,7 +56,5 @@ def _view(
 def check_body(body: NDArray[np.uint8], extents: Extents) -> None:
     """Raises Invalid unless `body` is one contiguous run of exactly this range's bytes."""
     if body.dtype != np.uint8 or body.shape != (extents.body_bytes,) or not body.flags.c_contiguous:
-        raise Invalid(
-            f"the body of this range is a contiguous run of {extents.body_bytes} uint8, not {body.dtype} of shape "
-            f"{body.shape}"
-        )
+        wanted = f"a contiguous run of {extents.body_bytes} uint8"
+        raise Invalid(f"the body of this range is {wanted}, not {body.dtype} of shape {body.shape}")

@@ -63,12 +63,8 @@ def choose(seen: Magnitudes, granularity: str, rule: str, headroom: float = HEAD
         raise Invalid("headroom is a factor from 1 to 1024, a percentile is from 50 to 100")
     top = seen.top
     if rule == "least-error":
-        whole = granularity == "tensor"
-        scales = (
-            least_error(seen.counts.sum(axis=0, keepdims=True), top.max(keepdims=True))
-            if whole
-            else least_error(seen.counts, top)
-        )
+        one = (seen.counts.sum(axis=0, keepdims=True), top.max(keepdims=True))
+        scales = least_error(*(one if granularity == "tensor" else (seen.counts, top)))
     else:
         values = top if rule == "amax" else percentile(seen, percent)
         values = values if granularity == "head" else values.max(keepdims=True)
@@ -79,8 +75,7 @@ def choose(seen: Magnitudes, granularity: str, rule: str, headroom: float = HEAD
 
 
 def refuse_gaps(observer: Observer, excluded: Iterable[int] = ()) -> None:
-    """Raises Invalid, naming each, if a layer that is not excluded saw nothing, only zeros, or something that is not
-    finite."""
+    """Raises Invalid, naming each, if a layer not excluded saw nothing, only zeros, or something not finite."""
     wrong = []
     for (layer, part), seen in sorted(observer.seen.items()):
         if layer in set(excluded):
@@ -92,9 +87,8 @@ def refuse_gaps(observer: Observer, excluded: Iterable[int] = ()) -> None:
         elif not seen.top.any():
             wrong.append(f"{part} of layer {layer} saw only zeros")
     if wrong:
-        raise Invalid(
-            f"nothing is exported: {'; '.join(wrong)} (exclude a layer that keeps no KV, or give texts that reach it)"
-        )
+        advice = "exclude a layer that keeps no KV, or give texts that reach it"
+        raise Invalid(f"nothing is exported: {'; '.join(wrong)} ({advice})")
 
 
 def export(
@@ -113,15 +107,10 @@ def export(
     out = frozenset(excluded)
     capacity.group_sizes(loaded.caches, capacity.Choice(excluded=out))  # refuses layers that the model lacks
     refuse_gaps(observer, out)
-    scales = {
-        key: choose(seen, granularity, rule, headroom, percent)
-        for key, seen in observer.seen.items()
-        if key[0] not in out
-    }
-    elements = sum(observer.seen[key].elements for key in scales)
-    clipped = sum(
-        clip_curve(observer.seen[key], values)[0][1] * observer.seen[key].elements for key, values in scales.items()
-    )
+    kept = {key: seen for key, seen in observer.seen.items() if key[0] not in out}
+    scales = {key: choose(seen, granularity, rule, headroom, percent) for key, seen in kept.items()}
+    elements = sum(seen.elements for seen in kept.values())
+    clipped = sum(clip_curve(seen, scales[key])[0][1] * seen.elements for key, seen in kept.items())
     parameters = {"amax": f"x{headroom:g}", "percentile": f"{percent:g} x{headroom:g}", "least-error": ""}[rule]
     told: dict[str, str | int] = {
         "rule": f"{rule} {parameters}".strip(),
@@ -134,39 +123,21 @@ def export(
         **(report or {}),
     }
     form = PartFormat("e4m3fn", granularity)
-    return Artifact(
-        loaded.name,
-        loaded.revision,
-        {"k": form, "v": form},
-        rule,
-        CODEC,
-        "plain",
-        f"texts:{digest(samples)}",
-        scales,
-        tuple(sorted(out)),
-        observer.position,
-        told,
-    )
+    made = (rule, CODEC, "plain", f"texts:{digest(samples)}", scales, tuple(sorted(out)), observer.position, told)
+    return Artifact(loaded.name, loaded.revision, {"k": form, "v": form}, *made)
 
 
 def statistics(observer: Observer, scales: Mapping[tuple[int, str], Vector]) -> list[dict[str, Any]]:
-    """One row per layer, part and head: amax of every stratum, percentiles over all, the scale that was chosen (empty
-    for a native layer)."""
+    """A row per layer, part and head: amax of every stratum, percentiles over all, chosen scale (empty if native)."""
     rows = []
     strata = sorted({stratum for seen in observer.seen.values() for stratum in seen.amax})
     for (layer, part), seen in sorted(observer.seen.items()):
-        points = (
-            {percent: percentile(seen, percent) for percent in (50.0, 99.0, 99.9, 99.99)} if seen.counts.size else {}
-        )
+        percents = (50.0, 99.0, 99.9, 99.99) if seen.counts.size else ()
+        points = {percent: percentile(seen, percent) for percent in percents}
         chosen = scales.get((layer, part))
         for head in range(seen.heads):
-            row: dict[str, Any] = {
-                "layer": layer,
-                "part": part,
-                "head": head,
-                "samples": seen.samples,
-                "amax": seen.top[head],
-            }
+            row: dict[str, Any] = {"layer": layer, "part": part, "head": head}
+            row |= {"samples": seen.samples, "amax": seen.top[head]}
             row |= {f"amax {stratum}": seen.amax[stratum][head] if stratum in seen.amax else 0.0 for stratum in strata}
             row |= {f"p{percent:g}": values[head] for percent, values in points.items()}
             rows.append(row | {"scale": "" if chosen is None else np.broadcast_to(chosen, seen.heads)[head]})
@@ -176,8 +147,7 @@ def statistics(observer: Observer, scales: Mapping[tuple[int, str], Vector]) -> 
 def sensitivity(
     loaded: LoadedModel, artifact: Artifact, tokens: Sequence[int], step: Step | None = None
 ) -> dict[int, float]:
-    """{layer: mean KL(native || native but for this layer)} over one text: what each layer's quantization alone
-    costs."""
+    """{layer: mean KL(native || native but for this layer)} over one text: what quantizing each layer alone costs."""
     scales = {key: torch.from_numpy(np.array(values)) for key, values in artifact.scales.items()}
     layers = sorted({layer for layer, _ in scales})
     kinds = {part: form.granularity for part, form in artifact.parts.items()}

@@ -16,12 +16,8 @@ from kvtier.errors import Invalid
 MAX_PATTERN = 1000
 MAX_ANSWER = 20_000  # characters that a pattern is matched against
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
-_FIELDS = {
-    "exact": {"value"},
-    "contains": {"value"},
-    "regex": {"value"},
-    "numbers": {"value"},
-    "json-schema": {"value"},
+_FIELDS: dict[str, set[str]] = {
+    **{kind: {"value"} for kind in ("exact", "contains", "regex", "numbers", "json-schema")},
     "tool-call": {"name", "arguments"},
     "refusal": set(),
 }
@@ -35,27 +31,12 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "null": (type(None),),
 }
 _KEYWORDS = {
-    "type",
-    "properties",
-    "required",
-    "items",
-    "enum",
-    "const",
-    "minimum",
-    "maximum",
-    "minLength",
-    "maxLength",
-    "minItems",
-    "maxItems",
-    "additionalProperties",
-    "description",
-    "title",
+    *("type", "enum", "const", "description", "title"),
+    *("properties", "required", "additionalProperties", "items"),
+    *("minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems"),
 }
-_REFUSAL = re.compile(
-    r"\b(?:I (?:can(?:no|')t|am unable|am not able|won't)|I'm (?:sorry|unable|not able)|cannot "
-    r"(?:help|assist|provide))",
-    re.IGNORECASE,
-)
+_FIRST_PERSON = r"I (?:can(?:no|')t|am unable|am not able|won't)|I'm (?:sorry|unable|not able)"
+_REFUSAL = re.compile(rf"\b(?:{_FIRST_PERSON}|cannot (?:help|assist|provide))", re.IGNORECASE)
 
 
 def check(checker: Mapping[str, Any], answer: str) -> bool:
@@ -71,10 +52,8 @@ def check(checker: Mapping[str, Any], answer: str) -> bool:
         return re.search(value, text) is not None
     if kind == "numbers":
         found = [float(number) for number in _NUMBER.findall(text.replace(",", ""))]
-        return all(
-            any(abs(number - float(wanted)) <= 1e-9 * max(1.0, abs(float(wanted))) for number in found)
-            for wanted in value
-        )
+        limits = [(float(wanted), 1e-9 * max(1.0, abs(float(wanted)))) for wanted in value]
+        return all(any(abs(number - wanted) <= limit for number in found) for wanted, limit in limits)
     if kind == "refusal":
         return _REFUSAL.search(text) is not None
     data = first_json(text)
@@ -89,8 +68,7 @@ def check(checker: Mapping[str, Any], answer: str) -> bool:
 
 
 def validate(checker: Any) -> None:
-    """Raises Invalid unless this is a checker: a known kind, its fields and no others, a pattern that compiles, a
-    schema of known keywords."""
+    """Raises Invalid unless a known kind with exactly its fields, a pattern that compiles, a schema of known words."""
     kind = checker.get("kind") if isinstance(checker, Mapping) else None
     if kind not in _FIELDS:
         raise Invalid(f"the checker's kind is one of {', '.join(_FIELDS)}, not {kind!r:.80}")
@@ -99,13 +77,10 @@ def validate(checker: Any) -> None:
     value: Any = checker.get("value")
     if kind in ("exact", "regex") and not isinstance(value, str):
         raise Invalid(f"the value of {kind} is text")
-    if kind == "contains" and not (
-        isinstance(value, str) or (isinstance(value, list) and value and all(isinstance(part, str) for part in value))
-    ):
+    listed = value if isinstance(value, list) and value else [None]
+    if kind == "contains" and not (isinstance(value, str) or all(isinstance(part, str) for part in listed)):
         raise Invalid("the value of contains is text, or a list of texts")
-    if kind == "numbers" and not (
-        isinstance(value, list) and value and all(type(part) in (int, float) for part in value)
-    ):
+    if kind == "numbers" and not all(type(part) in (int, float) for part in listed):
         raise Invalid("the value of numbers is a list of numbers")
     if kind == "regex":
         if len(value) > MAX_PATTERN:
@@ -144,20 +119,16 @@ def fits(data: Any, schema: Mapping[str, Any]) -> bool:
     """Whether plain data fits a schema of the keywords known here."""
     if "type" in schema:
         kinds = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
-        # In Python True is an int; in JSON it is not.
-        if not any(
-            isinstance(data, _TYPES[kind]) and (kind == "boolean" or not isinstance(data, bool)) for kind in kinds
-        ):
+        if isinstance(data, bool):  # In Python True is an int; in JSON it is not.
+            kinds = [kind for kind in kinds if kind == "boolean"]
+        if not any(isinstance(data, _TYPES[kind]) for kind in kinds):
             return False
     if "enum" in schema and data not in schema["enum"]:
         return False
     if "const" in schema and data != schema["const"]:
         return False
-    if (
-        isinstance(data, int | float)
-        and not isinstance(data, bool)
-        and not schema.get("minimum", data) <= data <= schema.get("maximum", data)
-    ):
+    number = isinstance(data, int | float) and not isinstance(data, bool)
+    if number and not schema.get("minimum", data) <= data <= schema.get("maximum", data):
         return False
     if isinstance(data, str) and not schema.get("minLength", 0) <= len(data) <= schema.get("maxLength", len(data)):
         return False

@@ -54,16 +54,14 @@ class Result:
     tallies: dict[tuple[int, str], Tally] = field(default_factory=dict)
 
     def over(self, values: list[Trace], low: int = 0, high: int | None = None) -> Interval | None:
-        """The mean over positions [low, high) of each sequence, then over sequences; None if no sequence reaches
-        there."""
+        """The mean over positions [low, high) of each sequence, then over sequences; None if no sequence gets there."""
         return interval([float(trace[low:high].mean()) for trace in values if len(trace) > low])
 
     def buckets(self) -> list[tuple[int, int]]:
         """Ranges of positions that at least one sequence reaches."""
         longest = max(len(trace) for trace in self.kl)
-        return [
-            (low, min(high, longest)) for low, high in zip(EDGES, (*EDGES[1:], 2**40), strict=True) if low < longest
-        ]
+        ends = (*EDGES[1:], 2**40)
+        return [(low, min(high, longest)) for low, high in zip(EDGES, ends, strict=True) if low < longest]
 
     @property
     def perplexity(self) -> float:

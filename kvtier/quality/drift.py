@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,16 +23,13 @@ FP8_MAX = 448.0
 MAX_RANGES = 32  # values of the label "layers": a model with more layers has several layers in one
 PREFIX = "kvtier_kv_"
 
+_SHARE = "Largest magnitude of the last minutes as a share of what its scale can hold; above 1 it clips."
 # name -> (kind, what it means)
 METRICS: dict[str, tuple[str, str]] = {
     "values_total": ("counter", "K and V values that were quantized."),
     "clipped_values_total": ("counter", "Of these, finite values beyond what their scale can hold."),
     "nonfinite_values_total": ("counter", "Of these, NaN and Inf; their blocks are not stored."),
-    "amax_share": (
-        "gauge",
-        "Largest magnitude of the last minutes as a share of what its scale can hold; above 1 it clips. Static "
-        "scales only.",
-    ),
+    "amax_share": ("gauge", f"{_SHARE} Static scales only."),
     "uncalibrated": ("gauge", "1 where every static scale is 1.0."),
 }
 
@@ -70,11 +67,8 @@ class Drift:
             raise Invalid("say which layers are quantized")
         each = -(-len(numbers) // MAX_RANGES)
         chunks = [numbers[i : i + each] for i in range(0, len(numbers), each)]
-        self._range = {
-            layer: str(chunk[0]) if len(chunk) == 1 else f"{chunk[0]}-{chunk[-1]}"
-            for chunk in chunks
-            for layer in chunk
-        }
+        named = {str(chunk[0]) if len(chunk) == 1 else f"{chunk[0]}-{chunk[-1]}": chunk for chunk in chunks}
+        self._range = {layer: name for name, chunk in named.items() for layer in chunk}
         self._sums: dict[tuple[str, str], _Sums] = {}
         self._uncalibrated = all_one(pack_scales(scales))
         self._lock = threading.Lock()
@@ -106,13 +100,10 @@ class Drift:
         (`kvtier_kernels.quantize.Seen`, copied to the host). `values`: elements of one block of each part, over its
         heads. Raises Invalid for arrays of another shape."""
         shape = (len(clipped), len(layers), len(parts))
-        if any(array.ndim != 4 or array.shape[:3] != shape for array in (clipped, nonfinite, amax)) or len(
-            values
-        ) != len(parts):
-            raise Invalid(
-                f"counts of {len(layers)} layers and {len(parts)} parts have the shape [blocks, layers, parts, "
-                f"heads], not {clipped.shape}"
-            )
+        odd = any(array.ndim != 4 or array.shape[:3] != shape for array in (clipped, nonfinite, amax))
+        if odd or len(values) != len(parts):
+            wanted = f"counts of {len(layers)} layers and {len(parts)} parts have the shape"
+            raise Invalid(f"{wanted} [blocks, layers, parts, heads], not {clipped.shape}")
         if not shape[0]:
             return
         for i, layer in enumerate(layers):
@@ -121,8 +112,7 @@ class Drift:
                 self.add(layer, part, values[j] * shape[0], *sums, amax[:, i, j].max(axis=0))
 
     def rotate(self) -> None:
-        """Begins another window of `amax_share`; what is told is the larger of the present and the last. Its owner
-        calls it every few minutes."""
+        """Begins another window of `amax_share`, the larger of the present and the last; called every few minutes."""
         with self._lock:
             for sums in self._sums.values():
                 sums.before, sums.share = sums.share, 0.0
@@ -130,10 +120,7 @@ class Drift:
     def metrics(self) -> Iterator[Metric]:
         """Everything as of now."""
         with self._lock:
-            rows = [
-                (key, _Sums(s.values, s.clipped, s.nonfinite, s.share, s.before))
-                for key, s in sorted(self._sums.items())
-            ]
+            rows = [(key, replace(sums)) for key, sums in sorted(self._sums.items())]
         for (layers, part), sums in rows:
             labels = (("layers", layers), ("part", part))
             yield Metric(f"{PREFIX}values_total", labels, sums.values)

@@ -143,8 +143,7 @@ def run(
 
 
 def judge(cells: Sequence[Cell]) -> list[Verdict]:
-    """A verdict per scheme and model, from KL, its course over positions, and how far the scheme is from the best
-    one."""
+    """A verdict per scheme and model, from KL, its course over positions, and the distance from the best scheme."""
     found: dict[tuple[str, str], Verdict] = {}
     for cell in cells:
         quantized = [result for result in cell.results if result.scheme.k != "bf16"]

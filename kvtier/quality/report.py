@@ -1,5 +1,4 @@
-"""An evaluation on disk: report.md for people, CSV for programs, plots where matplotlib is installed. Overwrites its
-own files, nothing else."""
+"""An evaluation on disk: report.md, CSV, plots where matplotlib is installed. Overwrites its own files only."""
 
 from __future__ import annotations
 
@@ -32,92 +31,51 @@ def write(made: Evaluation, directory: Path) -> list[Path]:
 def markdown(made: Evaluation, plots: Sequence[str] = ()) -> str:
     """The report as one text: the verdict first."""
     loaded = made.loaded
-    lines = [
-        f"# Quality of quantized KV: {loaded.name}",
-        "",
-        f"Revision `{loaded.revision}`." + (f" {loaded.note}." if loaded.note else ""),
-        "",
-    ]
-    lines += [
-        f"**Warning: {one.topic}.** {one.found[:1].upper()}{one.found[1:]}. {one.do[:1].upper()}{one.do[1:]}.\n"
-        for one in made.warnings
-    ]
+    note = f" {loaded.note}." if loaded.note else ""
+    lines = [f"# Quality of quantized KV: {loaded.name}", "", f"Revision `{loaded.revision}`.{note}", ""]
+    for one in made.warnings:
+        found, do = (text[:1].upper() + text[1:] for text in (one.found, one.do))
+        lines.append(f"**Warning: {one.topic}.** {found}. {do}.\n")
     lines += ["## Verdict", "", "| model | scheme | verdict | why |", "|---|---|---|---|"]
     order = {BAD: 0, DOUBTFUL: 1}
     for verdict in sorted(made.verdicts, key=lambda v: (v.model, order.get(v.word, 2))):
         word = f"**{verdict.word}**" if verdict.word == BAD else verdict.word
-        lines.append(
-            f"| {verdict.model} | {_label(made, verdict.scheme)} | {word} | "
-            f"{'; '.join(verdict.reasons) or 'no limit exceeded'} |"
-        )
-    lines += [
-        "",
-        "KL is KL(native ‖ scheme) in nats per token, teacher-forced. ± is half of a 95 % interval over sequences; "
-        "one sequence gives none.",
-    ]
+        why = "; ".join(verdict.reasons) or "no limit exceeded"
+        lines.append(f"| {verdict.model} | {_label(made, verdict.scheme)} | {word} | {why} |")
+    interval = "± is half of a 95 % interval over sequences; one sequence gives none."
+    lines += ["", f"KL is KL(native ‖ scheme) in nats per token, teacher-forced. {interval}"]
     for cell in made.cells:
         edges = cell.results[0].buckets()
         heads = "".join(f" KL {low:,}-{high:,} |" for low, high in edges)
-        native = cell.results[0].native_perplexity
-        lines += [
-            "",
-            f"## {cell.model}, {cell.text}, {cell.length:,} tokens",
-            "",
-            f"Native perplexity {native:.3f}; sequences: {len(cell.results[0].kl)}.",
-            "",
-        ]
-        lines += [
-            f"| scheme | perplexity | KL |{heads} top-1 equal | clipped |",
-            "|---|---|---|" + "---|" * (len(edges) + 2),
-        ]
+        native, sequences = cell.results[0].native_perplexity, len(cell.results[0].kl)
+        lines += ["", f"## {cell.model}, {cell.text}, {cell.length:,} tokens", ""]
+        lines += [f"Native perplexity {native:.3f}; sequences: {sequences}.", ""]
+        lines.append(f"| scheme | perplexity | KL |{heads} top-1 equal | clipped |")
+        lines.append("|---|---|---|" + "---|" * (len(edges) + 2))
         for result in cell.results:
             buckets = "".join(f" {result.over(result.kl, low, high)} |" for low, high in edges)
-            lines.append(
-                f"| {_label(made, result.scheme.name)} | {result.perplexity:.3f} | {result.over(result.kl)} "
-                f"|{buckets} {result.over(result.top1)} "
-                f"| {result.clipped:.2%} |"
-            )
+            label, kl, top1 = _label(made, result.scheme.name), result.over(result.kl), result.over(result.top1)
+            lines.append(f"| {label} | {result.perplexity:.3f} | {kl} |{buckets} {top1} | {result.clipped:.2%} |")
     if made.retrievals:
-        lines += [
-            "",
-            "## Retrieval",
-            "",
-            "| kind | scheme | answer NLL | right tokens | right as a whole |",
-            "|---|---|---|---|---|",
-        ]
-        lines += [
-            f"| {r.kind} | {_label(made, r.scheme)} | {r.nll} | {r.correct} | {r.exact} |" for r in made.retrievals
-        ]
+        lines += ["", "## Retrieval", "", "| kind | scheme | answer NLL | right tokens | right as a whole |"]
+        lines.append("|---|---|---|---|---|")
+        for r in made.retrievals:
+            lines.append(f"| {r.kind} | {_label(made, r.scheme)} | {r.nll} | {r.correct} | {r.exact} |")
     if made.answered:
-        lines += [
-            "",
-            "## Answers",
-            "",
-            "| stratum | scheme | passed | whole JSON | repeated 4-grams | first tokens equal |",
-            "|---|---|---|---|---|---|",
-        ]
+        lines += ["", "## Answers", ""]
+        lines.append("| stratum | scheme | passed | whole JSON | repeated 4-grams | first tokens equal |")
+        lines.append("|---|---|---|---|---|---|")
         for a in made.answered:
-            name = _label(made, a.scheme)
-            lines.append(
-                f"| {a.stratum} | {name} | {a.passed} of {a.tasks} | {a.json} of {a.tasks} | {a.repetition:.2f} | "
-                f"{a.same_tokens:.2f} |"
-            )
-        lines += [
-            "",
-            "How long the first tokens stay equal separates nothing: any change ends it. It is information only.",
-        ]
+            passed = f"{a.passed} of {a.tasks} | {a.json} of {a.tasks} | {a.repetition:.2f} | {a.same_tokens:.2f}"
+            lines.append(f"| {a.stratum} | {_label(made, a.scheme)} | {passed} |")
+        equal = "How long the first tokens stay equal separates nothing: any change ends it."
+        lines += ["", f"{equal} It is information only."]
     if made.bytes_per_token:
         lines += ["", "## Bytes", "", "| scheme | bytes per token in kvtier |", "|---|---|"]
         lines += [f"| {_label(made, name)} | {value:,.0f} |" for name, value in made.bytes_per_token.items()]
-    lines += [
-        "",
-        "## Schemes",
-        "",
-        *(f"- {name}: {meaning}" for name, meaning in MEANING.items() if name in _names(made)),
-    ]
-    lines += (
-        ["", *(f"![{name}]({name})" for name in plots)] if plots else ["", "No plots: matplotlib is not installed."]
-    )
+    names = _names(made)
+    lines += ["", "## Schemes", "", *(f"- {name}: {meaning}" for name, meaning in MEANING.items() if name in names)]
+    lines += ["", *([f"![{name}]({name})" for name in plots] or ["No plots: matplotlib is not installed."])]
     return "\n".join(lines) + "\n"
 
 
@@ -158,18 +116,11 @@ def _place(cell: Cell, result: Result) -> dict[str, Any]:
 
 def retrieval_rows(made: Evaluation) -> list[dict[str, Any]]:
     """One row per kind of retrieval and scheme."""
-    return [
-        {
-            "kind": r.kind,
-            "scheme": r.scheme,
-            "contexts": r.nll.sequences,
-            "nll": r.nll.mean,
-            "nll_half": r.nll.half,
-            "correct": r.correct.mean,
-            "exact": r.exact.mean,
-        }
-        for r in made.retrievals
-    ]
+    rows = []
+    for r in made.retrievals:
+        row = {"kind": r.kind, "scheme": r.scheme, "contexts": r.nll.sequences, "nll": r.nll.mean}
+        rows.append(row | {"nll_half": r.nll.half, "correct": r.correct.mean, "exact": r.exact.mean})
+    return rows
 
 
 def plot(made: Evaluation, directory: Path) -> list[Path]:
@@ -182,18 +133,11 @@ def plot(made: Evaluation, directory: Path) -> list[Path]:
         figure = figures.Figure(figsize=(8, 5))
         axes = figure.subplots()
         for result in cell.results:
-            points = [
-                (low, interval.mean)
-                for low, high in _steps(result.kl)
-                if (interval := result.over(result.kl, low, high)) is not None
-            ]
-            axes.plot([x for x, _ in points], [max(y, 1e-6) for _, y in points], label=result.scheme.name)
-        axes.set(
-            yscale="log",
-            xlabel="position",
-            ylabel="KL(native || scheme), nats",
-            title=f"{cell.model}, {cell.text}, {cell.length:,} tokens",
-        )
+            means = [(low, result.over(result.kl, low, high)) for low, high in _steps(result.kl)]
+            points = [(low, max(mean.mean, 1e-6)) for low, mean in means if mean is not None]
+            axes.plot([x for x, _ in points], [y for _, y in points], label=result.scheme.name)
+        axes.set(title=f"{cell.model}, {cell.text}, {cell.length:,} tokens", xlabel="position")
+        axes.set(yscale="log", ylabel="KL(native || scheme), nats")
         axes.legend(fontsize="small")
         name = "".join(c if c.isalnum() else "-" for c in f"kl-{cell.model}-{cell.text}-{cell.length}")
         path = directory / f"{name}.png"

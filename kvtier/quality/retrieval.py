@@ -22,8 +22,7 @@ PASSAGE, CUE = 28, 8  # tokens of a hidden passage, and of its beginning that th
 
 @dataclass(frozen=True, slots=True)
 class Retrieval:
-    """One scheme on one kind of retrieval: over contexts, mean answer NLL per token, share of right tokens, share of
-    answers right as a whole."""
+    """One scheme on one kind of retrieval: contexts, mean answer NLL per token, shares of right tokens and answers."""
 
     kind: str
     scheme: str
@@ -34,8 +33,7 @@ class Retrieval:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A continuation scored after a context: mean negative log-likelihood per token, share of tokens that are the first
-    choice, whether all are."""
+    """A continuation after a context: mean negative log-likelihood per token, share of first choices, all or not."""
 
     nll: float
     correct: float
@@ -171,8 +169,7 @@ def save_state(cache: Any) -> list[dict[str, Any]]:
 
 
 def restore_state(cache: Any, state: list[dict[str, Any]]) -> None:
-    """Undoes whatever came after `save_state`. Tensors are replaced by updates, never written into, so the old ones are
-    whole."""
+    """Undoes what came after `save_state`. Updates replace tensors, never write into them: the old ones are whole."""
     for layer, held in zip(cache.layers, state, strict=True):
         layer.__dict__.clear()
         layer.__dict__.update(held)

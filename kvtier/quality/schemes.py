@@ -28,8 +28,7 @@ StaticScales = Mapping[tuple[int, str], torch.Tensor]
 
 @dataclass(slots=True)
 class Tally:
-    """What the quantizer saw of one layer and part: elements, finite ones that were clipped, non-finite ones, largest
-    magnitude per head."""
+    """What was seen of one layer and part: elements, finite ones clipped, non-finite ones, largest magnitude a head."""
 
     elements: int = 0
     clipped: int = 0
@@ -104,10 +103,8 @@ class Quantizer:
                 continue
             layer = cache.layers[index]
             if scheme.whole_blocks and getattr(layer, "is_sliding", False):
-                raise Invalid(
-                    f"{scheme.name}: layer {index} has a sliding window, whose blocks are not kept whole here: "
-                    "exclude it"
-                )
+                where = f"{scheme.name}: layer {index} has a sliding window"
+                raise Invalid(f"{where}, whose blocks are not kept whole here: exclude it")
             layer.update = self._update(layer, index, layer.update)
             layer.kvtier_open = 0
         return cache
@@ -117,9 +114,8 @@ class Quantizer:
         assert scheme is not None
 
         def at_once(keys: torch.Tensor, values: torch.Tensor, *rest: Any, **more: Any) -> Any:
-            return original(
-                self._apply(index, "k", keys, scheme.k), self._apply(index, "v", values, scheme.v), *rest, **more
-            )
+            k, v = self._apply(index, "k", keys, scheme.k), self._apply(index, "v", values, scheme.v)
+            return original(k, v, *rest, **more)
 
         def whole(keys: torch.Tensor, values: torch.Tensor, *rest: Any, **more: Any) -> Any:
             original(keys, values, *rest, **more)
@@ -147,9 +143,8 @@ class Quantizer:
         if granularity in STATIC or granularity == "channel-static":
             static = self.scheme.scales.get((index, part))
             if static is None:
-                raise Invalid(
-                    f"{self.scheme.name}: {part}_scale of layer {index} is missing; exclude the layer or calibrate it"
-                )
+                missing = f"{part}_scale of layer {index} is missing"
+                raise Invalid(f"{self.scheme.name}: {missing}; exclude the layer or calibrate it")
             static = static.to(x.device)
         if granularity == "channel-static":
             assert static is not None

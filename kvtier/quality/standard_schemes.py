@@ -6,6 +6,8 @@ Static ones come from one calibration, so that they differ in granularity alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from kvtier_kernels.reference import FP8_MAX
 
@@ -15,6 +17,7 @@ from kvtier.quality.calibrate import HEADROOM, choose
 from kvtier.quality.observe import Observer, bounded
 from kvtier.quality.schemes import Scheme, StaticScales, from_artifact
 
+Scales = Callable[[str], StaticScales]  # of a granularity
 NAMES = ("bf16", "one", "tensor", "head", "block-head", "token-head", "kivi", "channel-static")
 MEANING = {
     "bf16": "K and V rounded to bf16: the noise floor",
@@ -33,20 +36,15 @@ def from_observer(
 ) -> list[Scheme]:
     """These schemes with scales from a calibration, rule amax. Raises Invalid for an unknown name."""
     keys = [key for key in observer.seen if key[0] not in excluded]
-    return [
-        _scheme(
-            name,
-            excluded,
-            lambda kind: {key: torch.from_numpy(choose(observer.seen[key], kind, "amax", headroom)) for key in keys},
-            observer,
-        )
-        for name in names
-    ]
+
+    def scales(kind: str) -> StaticScales:
+        return {key: torch.from_numpy(choose(observer.seen[key], kind, "amax", headroom)) for key in keys}
+
+    return [_scheme(name, excluded, scales, observer) for name in names]
 
 
 def from_scales(names: tuple[str, ...], artifact: Artifact) -> list[Scheme]:
-    """The artifact as it is, then these schemes with its scales; one per layer is the largest of its heads'. Raises
-    Invalid for what it lacks."""
+    """The artifact, then these schemes with its scales; one per layer is the largest of its heads'. Raises Invalid."""
     own = from_artifact(artifact)
 
     def scales(kind: str) -> StaticScales:
@@ -60,8 +58,7 @@ def from_scales(names: tuple[str, ...], artifact: Artifact) -> list[Scheme]:
     return [own, *(_scheme(name, own.excluded, scales, None) for name in rest)]
 
 
-def _scheme(name: str, excluded: frozenset[int], scales: object, observer: Observer | None) -> Scheme:
-    assert callable(scales)
+def _scheme(name: str, excluded: frozenset[int], scales: Scales, observer: Observer | None) -> Scheme:
     if name == "bf16":
         return Scheme(name, "bf16", "bf16", {}, excluded)
     if name == "one":
@@ -73,19 +70,8 @@ def _scheme(name: str, excluded: frozenset[int], scales: object, observer: Obser
     if name == "kivi":
         return Scheme(name, "channel", "token-head", {}, excluded)
     if name == "channel-static" and observer is not None:
-        channels = {
-            key: torch.from_numpy(bounded(seen.channels / FP8_MAX))
-            for key, seen in observer.seen.items()
-            if key[1] == "k"
-        }
-        return Scheme(
-            name,
-            "channel-static",
-            "token-head",
-            {key: values for key, values in channels.items() if key[0] not in excluded},
-            excluded,
-        )
-    raise Invalid(
-        f"scheme {name!r:.80} is none of {', '.join(NAMES)}"
-        + ("" if observer is not None or name not in NAMES else " that an artifact gives")
-    )
+        keys = {key: seen for key, seen in observer.seen.items() if key[1] == "k" and key[0] not in excluded}
+        channels = {key: torch.from_numpy(bounded(seen.channels / FP8_MAX)) for key, seen in keys.items()}
+        return Scheme(name, "channel-static", "token-head", channels, excluded)
+    which = "" if observer is not None or name not in NAMES else " that an artifact gives"
+    raise Invalid(f"scheme {name!r:.80} is none of {', '.join(NAMES)}{which}")

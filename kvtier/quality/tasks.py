@@ -56,8 +56,7 @@ def generate(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> list[int]:
-    """Up to `most` tokens after the prompt, greedy at temperature 0; the same seed draws the same random numbers
-    whatever the scheme."""
+    """Up to `most` tokens after the prompt, greedy at temperature 0; a seed draws the same numbers in every scheme."""
     cache, generator = Quantizer(scheme).new_cache(loaded), torch.Generator().manual_seed(seed)
     for given in loaded.passes(torch.tensor(list(prompt)), cache):
         logits = given[-1].float().cpu()
@@ -83,8 +82,7 @@ def answer_all(
     seed: int = 0,
     step: Step | None = None,
 ) -> tuple[list[TaskAnswers], list[dict[str, Any]]]:
-    """Answers of every scheme to every task, by stratum; and each answer as a row. schemes[0] is what the others' first
-    tokens are held against."""
+    """Each scheme's answers to every task, by stratum, and each as a row. First tokens are compared to schemes[0]'s."""
     rows: list[dict[str, Any]] = []
     done = 0
     for task in tasks:
@@ -131,8 +129,7 @@ def repetition(ids: Sequence[int], n: int = 4) -> float:
 
 
 def read(path: Path) -> list[Task]:
-    """Tasks of a JSONL file: {"prompt", "checker"} a line, and "name", "max_tokens", "stratum" if it likes. Raises
-    Invalid with the line's number."""
+    """Tasks of a JSONL file: {"prompt", "checker"[, "name", "max_tokens", "stratum"]}. Raises Invalid with the line."""
     tasks = []
     for number, line in enumerate(read_file(path, MAX_FILE_BYTES).decode("utf-8", "replace").splitlines(), 1):
         if not line.strip():

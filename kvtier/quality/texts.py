@@ -140,15 +140,10 @@ def _ids(path: Path, words: Sequence[object]) -> list[int]:
 
 def _pieces(documents: list[list[int]], length: int, number: int) -> list[list[int]]:
     """Up to `number` pieces, spread evenly over all documents in turn."""
-    starts = [
-        (i, at)
-        for i, tokens in enumerate(documents)
-        for at in range(0, max(1, len(tokens) - length + 1), length)
-        if len(tokens) - at >= 2
-    ]
-    chosen = (
-        starts
-        if len(starts) <= number
-        else [starts[i * (len(starts) - 1) // max(1, number - 1)] for i in range(number)]
-    )
-    return [documents[i][at : at + length] for i, at in dict.fromkeys(chosen)]
+    starts: list[tuple[int, int]] = []
+    for i, tokens in enumerate(documents):
+        all_of = range(0, max(1, len(tokens) - length + 1), length)
+        starts += [(i, at) for at in all_of if len(tokens) - at >= 2]
+    if len(starts) > number:
+        starts = [starts[i * (len(starts) - 1) // max(1, number - 1)] for i in range(number)]
+    return [documents[i][at : at + length] for i, at in dict.fromkeys(starts)]

@@ -20,21 +20,8 @@ def uncalibrated(
 ) -> Artifact:
     """Scale 1.0 everywhere, for who asks for it. It says so wherever it is shown."""
     out = frozenset(excluded)
-    scales = {
-        (layer.index, part): np.ones(1 if granularity == "tensor" else layer.heads, np.float32)
-        for layer in caches.kv_layers()
-        if layer.index not in out
-        for part in "kv"
-    }
+    counts = {layer.index: 1 if granularity == "tensor" else layer.heads for layer in caches.kv_layers()}
+    scales = {(i, part): np.ones(n, np.float32) for i, n in counts.items() if i not in out for part in "kv"}
     form = PartFormat("e4m3fn", granularity)
-    return Artifact(
-        name,
-        revision,
-        {"k": form, "v": form},
-        "uncalibrated",
-        CODEC,
-        "plain",
-        "none: scale 1.0",
-        scales,
-        tuple(sorted(out)),
-    )
+    made = ("uncalibrated", CODEC, "plain", "none: scale 1.0", scales, tuple(sorted(out)))
+    return Artifact(name, revision, {"k": form, "v": form}, *made)

@@ -17,7 +17,6 @@ import ssl
 import stat
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -55,24 +54,28 @@ def issue(name: str, tenant: str, role: str) -> tuple[str, str]:
 
 
 class _Watched:
-    """Files that are read again when they changed. `load` reads them all and raises Invalid; under the lock."""
+    """Files that are read again when they changed. Raises Invalid if they cannot be used."""
 
-    def __init__(self, what: str, paths: list[Path], load: Callable[[], None]) -> None:
-        self._what, self._paths, self._load = what, paths, load
-        self._lock = threading.Lock()
+    def __init__(self, what: str, *paths: Path) -> None:
+        self._what, self._paths = what, paths
+        self._reading = threading.Lock()
         self._stamp = self._stat()
         self._next_look = time.monotonic() + _LOOK_EVERY
-        load()
+        self._read()
+
+    def _read(self) -> None:
+        """Reads them all. Raises Invalid. Under the lock."""
+        raise NotImplementedError
 
     def reload(self) -> None:
         """Reads again now. Raises Invalid, and leaves what was there in force."""
-        with self._lock:
+        with self._reading:
             self._stamp = self._stat()
-            self._load()
+            self._read()
 
-    def look(self) -> None:
+    def _look(self) -> None:
         """Reads changed files again, looking at most every second. Never raises: logs what is wrong, once a change."""
-        if time.monotonic() < self._next_look or not self._lock.acquire(blocking=False):
+        if time.monotonic() < self._next_look or not self._reading.acquire(blocking=False):
             return
         try:
             self._next_look = time.monotonic() + _LOOK_EVERY
@@ -80,18 +83,18 @@ class _Watched:
             if stamp == self._stamp:
                 return
             self._stamp = stamp
-            self._load()
+            self._read()
             log.info("reloaded", extra=fields(what=self._what))
         except KvtierError as error:
             log.error("reload failed", extra=fields(what=self._what, reason=error))
         finally:
-            self._lock.release()
+            self._reading.release()
 
     def _stat(self) -> list[tuple[int, int, int] | None]:
         return [_stamp(path) for path in self._paths]
 
 
-class Tokens:
+class Tokens(_Watched):
     """The tokens of one file. Raises Invalid if it cannot be used."""
 
     def __init__(self, path: Path) -> None:
@@ -100,21 +103,14 @@ class Tokens:
         self._lock = threading.Lock()
         self._refused = 0
         self._say_again = 0.0
-        self._watched = _Watched("tokens", [path], self._read)
+        super().__init__("tokens", path)
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def reload(self) -> None:
-        """Reads the file again now. Raises Invalid, and leaves what was there in force."""
-        self._watched.reload()
-
     def check(self, authorization: str | None, caller: str) -> Token:
-        """The token in an Authorization header ("Bearer ..."). Raises Unauthenticated.
-
-        `caller` is an address, for the log.
-        """
-        self._watched.look()
+        """The token of a header ("Bearer ..."). Raises Unauthenticated. `caller` is an address, for the log."""
+        self._look()
         scheme, _, text = (authorization or "").partition(" ")
         if authorization is None or scheme.lower() != "bearer":
             raise Unauthenticated('no token: send metadata "authorization: Bearer <token>"')
@@ -163,38 +159,29 @@ class Tokens:
         self._entries = tuple(entries)
 
 
-class Certificates:
+class Certificates(_Watched):
     """The daemon's certificates and key, and the authority of clients' certificates, if any. Raises Invalid."""
 
     def __init__(self, cert: Path, key: Path, client_ca: Path | None) -> None:
         self.cert, self.key, self.client_ca = cert, key, client_ca
         self._files: tuple[bytes, bytes, bytes | None] = (b"", b"", None)
         self._context: ssl.SSLContext | None = None
-        self._watched = _Watched(
-            "certificates", [path for path in (cert, key, client_ca) if path is not None], self._read
-        )
-
-    def reload(self) -> None:
-        """Reads the files again now. Raises Invalid, and leaves what was there in force."""
-        self._watched.reload()
+        super().__init__("certificates", *(path for path in (cert, key, client_ca) if path is not None))
 
     def current(self) -> tuple[bytes, bytes, bytes | None]:
         """(chain, key, client authority) as PEM, as in force now: the same object as long as nothing changed."""
-        self._watched.look()
+        self._look()
         return self._files
 
     def context(self) -> ssl.SSLContext:
         """The same for a server of the standard library."""
-        self._watched.look()
+        self._look()
         assert self._context is not None
         return self._context
 
     def _read(self) -> None:
-        files = (
-            _read_file("tls_cert", self.cert),
-            _read_private("tls_key", self.key),
-            _read_file("tls_client_ca", self.client_ca) if self.client_ca is not None else None,
-        )
+        authority = _read_file("tls_client_ca", self.client_ca) if self.client_ca is not None else None
+        files = _read_file("tls_cert", self.cert), _read_private("tls_key", self.key), authority
         self._context, self._files = self._check(), files
 
     def _check(self) -> ssl.SSLContext:
@@ -228,10 +215,7 @@ def _parse_line(line: str) -> Token:
 
 
 def _read_private(what: str, path: Path) -> bytes:
-    """A secret file's bytes.
-
-    Raises Invalid if others than owner and group may read it, or others than the owner write it.
-    """
+    """A secret file's bytes. Raises Invalid if others than owner and group may read it, or than the owner write it."""
     try:
         info = path.stat()
     except OSError as error:

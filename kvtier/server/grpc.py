@@ -51,6 +51,7 @@ REFLECTION = "grpc.reflection.v1alpha.ServerReflection"
 
 _ANYONE = Peer("", READ)
 Who = Callable[[Any], tuple[Peer, str]]  # from a call's context: the peer, and its name in the log
+Messages = Iterator[bytes]
 Stream = Generator[bytes, None, None]
 
 log = logging.getLogger(__name__)
@@ -117,11 +118,8 @@ class GrpcServer:
 
     def gauges(self) -> dict[str, int]:
         """Calls under way, puts and gets among them, and calls cut so far for standing still or lasting too long."""
-        return {
-            "grpc_calls": len(self._calls),
-            "grpc_bulk_calls": self._transfers.taken,
-            "grpc_cut_total": self._calls.cut,
-        }
+        calls, transfers = len(self._calls), self._transfers.taken
+        return {"grpc_calls": calls, "grpc_bulk_calls": transfers, "grpc_cut_total": self._calls.cut}
 
     def _listen(self, unix: list[Listen], tcp: list[Listen]) -> None:
         for address in tcp:
@@ -132,27 +130,22 @@ class GrpcServer:
                 assert address.path is not None
                 self._bind_unix(server, address.path)
         if tcp:
-            limits = [
-                ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
-                ("grpc.server_handshake_timeout_ms", int(PATIENCE * 1000)),
-            ]
-            server = self._server(self._token_caller, limits)
+            most, patience = "grpc.max_allowed_incoming_connections", "grpc.server_handshake_timeout_ms"
+            server = self._server(self._token_caller, [(most, MAX_CONNECTIONS), (patience, int(PATIENCE * 1000))])
             for address in tcp:
                 self._bind_tcp(server, f"{address.host}:{address.port}")
 
     def _server(self, who: Who, limits: list[tuple[str, int]]) -> Any:
         server = grpc.server(self._pool, options=[*self._options, *limits], maximum_concurrent_rpcs=MAX_CALLS)
-        verbs = {
-            name: self._one(name, who, HANDLERS[verb].role, partial(self._verb, verb))
-            for verb, name in rpc.METHODS.items()
-        }
+        verbs = {}
+        for verb, name in rpc.METHODS.items():
+            verbs[name] = self._one(name, who, HANDLERS[verb].role, partial(self._verb, verb))
         verbs[rpc.PUT] = self._one(rpc.PUT, who, HANDLERS[Verb.RESERVE].role, self._put)
         verbs[rpc.GET] = self._many(rpc.GET, who, HANDLERS[Verb.LEASE].role, self._get)
         server.add_registered_method_handlers(rpc.SERVICE, verbs)
         server.add_registered_method_handlers(HEALTH, {"Check": self._one("health", None, READ, self._check)})
-        server.add_registered_method_handlers(
-            REFLECTION, {"ServerReflectionInfo": self._many("reflection", who, READ, self._reflect)}
-        )
+        reflect = self._many("reflection", who, READ, self._reflect)
+        server.add_registered_method_handlers(REFLECTION, {"ServerReflectionInfo": reflect})
         self._servers.append(server)
         return server
 
@@ -174,9 +167,8 @@ class GrpcServer:
             else:
                 self.ports.append(server.add_secure_port(where, _credentials(self._certificates)))
         except RuntimeError:
-            raise Unavailable(
-                f"cannot listen on {where}: the port is taken, or the address is not this host's"
-            ) from None
+            why = "the port is taken, or the address is not this host's"
+            raise Unavailable(f"cannot listen on {where}: {why}") from None
 
     # -- who calls
 
@@ -195,13 +187,11 @@ class GrpcServer:
 
     # -- one call
 
-    def _one(
-        self, name: str, who: Who | None, role: int, work: Callable[[Call, Session, Iterator[bytes]], bytes]
-    ) -> Any:
+    def _one(self, name: str, who: Who | None, role: int, work: Callable[[Call, Session, Messages], bytes]) -> Any:
         """A method with one answer. `who` None: it answers everyone."""
         series = self._service.meters.series("grpc", name.lower())
 
-        def handle(requests: Iterator[bytes], context: Any) -> bytes:
+        def handle(requests: Messages, context: Any) -> bytes:
             began = time.perf_counter()
             with self._calls.begin(context) as call:
                 try:
@@ -220,14 +210,11 @@ class GrpcServer:
 
         return grpc.stream_unary_rpc_method_handler(handle)
 
-    def _many(self, name: str, who: Who, role: int, work: Callable[[Call, Session, Iterator[bytes]], Stream]) -> Any:
-        """A method with a stream of answers.
-
-        When the client is gone, gRPC closes the generator, which gives back what is held.
-        """
+    def _many(self, name: str, who: Who, role: int, work: Callable[[Call, Session, Messages], Stream]) -> Any:
+        """A method with a stream of answers. gRPC closes the generator of a client that is gone: nothing stays held."""
         series = self._service.meters.series("grpc", name.lower())
 
-        def handle(requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        def handle(requests: Messages, context: Any) -> Iterator[bytes]:
             began = time.perf_counter()
             code = Unavailable.code
             failure = None
@@ -275,16 +262,13 @@ class GrpcServer:
 
     # -- methods
 
-    def _verb(self, verb: int, call: Call, session: Session, requests: Iterator[bytes]) -> bytes:
+    def _verb(self, verb: int, call: Call, session: Session, requests: Messages) -> bytes:
         handler = HANDLERS[verb]
-        raw = call.next(requests)
-        if raw is None:
-            raise Invalid("the call has no request message")
-        message = handler.request.FromString(raw)
+        message = handler.request.FromString(_first(call, requests))
         self._check_boot(message)
         return handler.call(self._service, session, message).SerializeToString()
 
-    def _put(self, call: Call, caller: Session, requests: Iterator[bytes]) -> bytes:
+    def _put(self, call: Call, caller: Session, requests: Messages) -> bytes:
         with self._transfers.take(caller.peer.tenant):
             first = call.next(requests)
             is_message, raw = rpc.open_chunk(first) if first is not None else (False, b"")
@@ -296,19 +280,15 @@ class GrpcServer:
                 pieces = _pieces(call, requests)
                 return streams.put(self._service, session, request, pieces, call.until).SerializeToString()
 
-    def _get(self, call: Call, caller: Session, requests: Iterator[bytes]) -> Stream:
+    def _get(self, call: Call, caller: Session, requests: Messages) -> Stream:
         with self._transfers.take(caller.peer.tenant):
-            raw = call.next(requests)
-            if raw is None:
-                raise Invalid("the call has no request message")
-            request = pb.Keys.FromString(raw)
+            request = pb.Keys.FromString(_first(call, requests))
             self._check_boot(request)
-            with (
-                self._session(caller) as session,
-                closing(streams.get(self._service, session, request, call.until)) as items,
-            ):
-                for item in items:
-                    yield rpc.data_chunk(item) if isinstance(item, memoryview) else rpc.message_chunk(item)
+            with self._session(caller) as session:
+                items = streams.get(self._service, session, request, call.until)
+                with closing(items):
+                    for item in items:
+                        yield rpc.data_chunk(item) if isinstance(item, memoryview) else rpc.message_chunk(item)
 
     @contextmanager
     def _session(self, caller: Session) -> Iterator[Session]:
@@ -328,7 +308,7 @@ class GrpcServer:
         if message.boot != self._service.boot:
             raise Stale("the daemon was started anew: register the description again")
 
-    def _check(self, call: Call, _: Session, requests: Iterator[bytes]) -> bytes:
+    def _check(self, call: Call, _: Session, requests: Messages) -> bytes:
         with self._health_places.take(""):
             asked = health_pb2.HealthCheckRequest.FromString(call.next(requests) or b"").service
         verdict = self._health.get(asked)
@@ -337,7 +317,7 @@ class GrpcServer:
         serving = health_pb2.HealthCheckResponse
         return bytes(serving(status=serving.SERVING if verdict() else serving.NOT_SERVING).SerializeToString())
 
-    def _reflect(self, call: Call, caller: Session, requests: Iterator[bytes]) -> Stream:
+    def _reflect(self, call: Call, caller: Session, requests: Messages) -> Stream:
         with self._transfers.take(caller.peer.tenant):
             servicer = reflection.ReflectionServicer((rpc.SERVICE, HEALTH, REFLECTION), descriptor_pool.Default())
             asked = map(reflection_pb2.ServerReflectionRequest.FromString, iter(lambda: call.next(requests), None))
@@ -345,7 +325,14 @@ class GrpcServer:
                 yield answer.SerializeToString()
 
 
-def _pieces(call: Call, requests: Iterator[bytes]) -> Iterator[memoryview]:
+def _first(call: Call, requests: Messages) -> bytes:
+    raw = call.next(requests)
+    if raw is None:
+        raise Invalid("the call has no request message")
+    return raw
+
+
+def _pieces(call: Call, requests: Messages) -> Iterator[memoryview]:
     while (raw := call.next(requests)) is not None:
         is_message, piece = rpc.open_chunk(raw)
         if is_message:
@@ -378,6 +365,5 @@ def _credentials(certificates: Certificates) -> Any:
         latest[0] = files
         return configuration(files)
 
-    return grpc.dynamic_ssl_server_credentials(
-        configuration(used), fetch, require_client_authentication=certificates.client_ca is not None
-    )
+    mutual = certificates.client_ca is not None
+    return grpc.dynamic_ssl_server_credentials(configuration(used), fetch, require_client_authentication=mutual)

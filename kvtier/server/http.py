@@ -49,10 +49,8 @@ class Request:
 
 
 class Endpoint:
-    """Listens at once; `pages` maps a path to (whether it asks for a token, what makes the page).
-
-    `permit` judges an Authorization header; None: there are no tokens, everyone may read. Raises Unavailable if the
-    address is taken.
+    """Listens at once; `pages` maps a path to (whether it asks for a token, what makes the page). `permit` judges an
+    Authorization header; None: there are no tokens, everyone may read. Raises Unavailable if the address is taken.
     """
 
     def __init__(
@@ -174,11 +172,8 @@ def parse_request(raw: bytes) -> Request | None:
     words = lines[0].split(" ")
     if len(words) != 3 or not words[1].startswith("/") or words[2] not in ("HTTP/1.0", "HTTP/1.1"):
         return None
-    authorization = [
-        value.strip()
-        for name, colon, value in (line.partition(":") for line in lines[1:])
-        if colon and name.lower() == "authorization"
-    ]
+    said = [line.partition(":") for line in lines[1:]]
+    authorization = [value.strip() for name, colon, value in said if colon and name.lower() == "authorization"]
     if len(authorization) > 1:
         return None
     return Request(words[0], words[1].partition("?")[0], authorization[0] if authorization else "")

@@ -21,10 +21,8 @@ _LOOK_EVERY = 0.25
 
 
 class Call:
-    """One call.
-
-    `until`: when it must have ended, by the client's deadline or ours; `waits`: since when it waits for its client, or
-    0. `patience` is how many seconds it may wait: few until it is known who calls.
+    """One call. `until`: when it must have ended, by the client's deadline or ours; `waits`: since when it waits for
+    its client, or 0. `patience` is how many seconds it may wait: few until it is known who calls.
     """
 
     __slots__ = ("context", "cut", "patience", "received", "sent", "until", "waits")

@@ -77,10 +77,7 @@ def grpc_peer(config: Config) -> tuple[Peer | None, int]:
 
 
 class Daemon:
-    """Everything that serves.
-
-    `start` may raise Invalid, Unavailable (an address is taken) or Full (memory); `stop` is idempotent.
-    """
+    """Everything that serves. `start` may raise Invalid, Unavailable (address taken), Full (memory)."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -145,7 +142,7 @@ class Daemon:
         self._populator.start()
 
     def stop(self) -> None:
-        """Ends all threads and gives the memory back; attached clients keep their mappings until they notice."""
+        """Ends all threads, gives memory back; idempotent. Attached clients keep their mappings until they notice."""
         self._stop.set()
         self._accepting = False
         while self._undo:
@@ -252,11 +249,8 @@ class Daemon:
 
     def _open_endpoint(self) -> None:
         assert self.config.metrics is not None
-        pages = {
-            "/metrics": (True, self._metrics_page),
-            "/live": (False, self._live_page),
-            "/ready": (False, self._ready_page),
-        }
+        health = {"/live": (False, self._live_page), "/ready": (False, self._ready_page)}
+        pages = {"/metrics": (True, self._metrics_page), **health}
         permit = self._tokens.permit if self._tokens is not None else None
         secure = None if self.config.metrics.loopback else self._certificates
         tls = secure.context if secure is not None else None

@@ -96,10 +96,7 @@ def serve(
 
 
 def run(daemon: Daemon, signals: Signals) -> None:
-    """From ready to stopped.
-
-    Tells the service manager, reloads on SIGHUP, drains on SIGTERM and SIGINT; a second one of these kills.
-    """
+    """From ready to stopped; tells the service manager. SIGHUP reloads, SIGTERM and SIGINT drain, a second kills."""
     watchdog = watchdog_seconds()
     interval = min(BEAT, watchdog or BEAT)
     notify("READY=1", f"STATUS=arena of {daemon.store.capacity} bytes")
@@ -140,10 +137,8 @@ class Signals:
 
 def shown(config: Config) -> dict[str, Any]:
     """The settings as plain data, under the names of the file. Paths of secrets are shown, never what is in them."""
-    users = [
-        f"{u.kind}:{u.number} {u.tenant} {ROLES[u.role]}" if u.kind != "any" else f"any {u.tenant} {ROLES[u.role]}"
-        for u in config.users
-    ]
+    kinds = ((u, "any" if u.kind == "any" else f"{u.kind}:{u.number}") for u in config.users)
+    users = [f"{kind} {u.tenant} {ROLES[u.role]}" for u, kind in kinds]
     values: dict[str, Any] = {setting.name: getattr(config, setting.name) for setting in BY_NAME.values()}
     values |= {"socket_mode": f"{config.socket_mode:03o}", "users": users, "grpc": list(map(str, config.grpc))}
     plain = (int, list, type(None))

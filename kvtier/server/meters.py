@@ -15,19 +15,14 @@ from kvtier.errors import BY_CODE, KvtierError, NotFound
 
 # Upper bounds of the histogram, seconds: from the quickest call of the Unix transport to the longest deadline.
 BOUNDS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 1.0, 5.0)
-KINDS: dict[int, str] = {
-    code: {KvtierError: "internal", NotFound: "not_found"}.get(cls, cls.__name__.lower())
-    for code, cls in BY_CODE.items()
-}
+_NAMES: dict[type[KvtierError], str] = {KvtierError: "internal", NotFound: "not_found"}
+KINDS = {code: _NAMES.get(cls, cls.__name__.lower()) for code, cls in BY_CODE.items()}
 _CODES = max(KINDS) + 1
 
 
 @dataclass(slots=True)
 class Series:
-    """The calls of one verb over one transport.
-
-    `ended[code]` counts by wire code, 0 for answers; bytes are those of messages.
-    """
+    """The calls of one verb over one transport. `ended[code]`: by wire code, 0 for answers; bytes are of messages."""
 
     transport: str
     verb: str

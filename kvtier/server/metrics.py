@@ -57,63 +57,41 @@ GAUGES = (
     Family("kvtier_lane_strangers", "lane_strangers", "Of them without a valid hello yet."),
     Family("kvtier_grpc_calls", "grpc_calls", "gRPC calls under way."),
     Family("kvtier_grpc_bulk_calls", "grpc_bulk_calls", "Puts and gets among them."),
-    Family(
-        "kvtier_limbo_sessions",
-        "limbo_sessions",
-        "Sessions without a socket whose process still lives and may touch slots.",
-    ),
+    Family("kvtier_limbo_sessions", "limbo_sessions",
+        "Sessions without a socket whose process still lives and may touch slots."),
     Family("kvtier_limbo_bytes", "limbo_bytes", "Slots that wait for the end of such processes."),
     Family("kvtier_tier_capacity_bytes", "", "Capacity of a lower tier.", ("tier",)),
     Family("kvtier_tier_used_bytes", "", "Of it taken.", ("tier",)),
     Family("kvtier_tier_degraded", "", "1 while faults or lack of space keep blocks out of a lower tier.", ("tier",)),
-    Family(
-        "kvtier_tier_breaker",
-        "",
-        "Whether a tier in another place is called: 0 yes, 1 a trial is under way, 2 no.",
-        ("tier",),
-    ),
+    Family("kvtier_tier_breaker", "", "Whether a tier in another place is called: 0 yes, 1 a trial is under way, 2 no.",
+        ("tier",)),
     Family("kvtier_promoting_blocks", "promoting_blocks", "Blocks on their way up from a lower tier."),
-    Family(
-        "kvtier_settle_queue_blocks",
-        "settle_queue_blocks",
-        "Blocks waiting to be copied to a lower tier; 0 where there is none.",
-    ),
+    Family("kvtier_settle_queue_blocks", "settle_queue_blocks",
+        "Blocks waiting to be copied to a lower tier; 0 where there is none."),
     Family("kvtier_ready", "", "1 while calls are accepted and every background thread runs."),
     Family("kvtier_start_time_seconds", "start_time", "When this daemon started, unix time."),
     Family("kvtier_build_info", "", "Always 1; what is running.", ("version", "python")),
-)
+)  # fmt: skip
 COUNTERS = (
     Family("kvtier_lookup_keys", "lookup_keys_total", "Keys asked for by lookups."),
-    Family(
-        "kvtier_lookup_hits",
-        "",
+    Family("kvtier_lookup_hits", "",
         "Leading keys of lookups that were known: in the arena (cpu), or behind the first that is only below (lower).",
-        ("tier",),
-    ),
-    Family(
-        "kvtier_lookup_misses",
-        "",
-        "Keys of lookups that were no hit: absent (where a lookup ended), behind (after it).",
-        ("reason",),
-    ),
+        ("tier",)),
+    Family("kvtier_lookup_misses", "",
+        "Keys of lookups that were no hit: absent (where a lookup ended), behind (after it).", ("reason",)),
     Family("kvtier_load_keys", "lease_keys_total", "Keys asked for by leases and gets."),
     Family("kvtier_loaded_blocks", "leased_blocks_total", "Blocks that leases and gets were given.", ("tier",)),
     Family("kvtier_loaded_bytes", "leased_bytes_total", "Their slots.", ("tier",)),
-    Family(
-        "kvtier_load_failures", "", "Keys that leases and gets were not given, by reason: miss, cold, cap.", ("reason",)
-    ),
+    Family("kvtier_load_failures", "", "Keys that leases and gets were not given, by reason: miss, cold, cap.",
+        ("reason",)),
     Family("kvtier_sealed_blocks", "sealed_blocks_total", "Blocks stored."),
     Family("kvtier_sealed_bytes", "sealed_bytes_total", "Their bytes."),
     Family("kvtier_already_blocks", "already_blocks_total", "Blocks written in vain: another writer was first."),
     Family("kvtier_aborted_blocks", "aborted_blocks_total", "Slots given back without being sealed."),
     Family("kvtier_evicted_blocks", "", "Blocks forgotten to make room.", ("tier",)),
     Family("kvtier_evicted_bytes", "evicted_bytes_total", "Bytes of those in the arena.", ("tier",)),
-    Family(
-        "kvtier_expired_blocks",
-        "",
-        "Blocks forgotten because they were not used for their namespace's time-to-live.",
-        ("tier",),
-    ),
+    Family("kvtier_expired_blocks", "",
+        "Blocks forgotten because they were not used for their namespace's time-to-live.", ("tier",)),
     Family("kvtier_deleted_blocks", "deleted_blocks_total", "Blocks forgotten on demand."),
     Family("kvtier_drained_slabs", "drained_slabs_total", "Slabs emptied for another block size."),
     Family("kvtier_full", "full_total", "Reservations refused for want of room or by a cap."),
@@ -122,40 +100,29 @@ COUNTERS = (
     Family("kvtier_grpc_cut", "grpc_cut_total", "gRPC calls ended by the daemon: they stood still or took too long."),
     Family("kvtier_settled_blocks", "settled_blocks_total", "Blocks copied to a lower tier."),
     Family("kvtier_settled_bytes", "settled_bytes_total", "Their bytes."),
-    Family(
-        "kvtier_settle_dropped_blocks",
-        "settle_dropped_blocks_total",
-        "Blocks left out: the queue was full, or the budget spent.",
-    ),
+    Family("kvtier_settle_dropped_blocks", "settle_dropped_blocks_total",
+        "Blocks left out: the queue was full, or the budget spent."),
     Family("kvtier_settle_refused_blocks", "settle_refused_blocks_total", "Blocks that a lower tier did not take."),
     Family("kvtier_promoted_blocks", "promoted_blocks_total", "Blocks copied up from a lower tier."),
     Family("kvtier_promoted_bytes", "promoted_bytes_total", "Their bytes."),
-    Family(
-        "kvtier_promotion_failures",
-        "",
-        "Blocks that did not come up, by reason: lost (failed their check), failed, refused (no room).",
-        ("reason",),
-    ),
+    Family("kvtier_promotion_failures", "",
+        "Blocks that did not come up, by reason: lost (failed their check), failed, refused (no room).", ("reason",)),
     Family("kvtier_tier_lost_blocks", "", "Blocks of a lower tier that failed their check.", ("tier",)),
     Family("kvtier_tier_faults", "", "Reads and writes that a lower tier's medium failed.", ("tier",)),
-    Family(
-        "kvtier_tier_missed_blocks", "", "Blocks that a lower tier was thought to have and no longer had.", ("tier",)
-    ),
+    Family("kvtier_tier_missed_blocks", "", "Blocks that a lower tier was thought to have and no longer had.",
+        ("tier",)),
     Family("kvtier_errors", "", "Calls that ended with an error, by kind.", ("transport", "kind")),
-    Family(
-        "kvtier_received_bytes",
-        "",
-        "Bytes of requests; what moves through the mapped arena is in sealed and loaded bytes.",
-        ("transport",),
-    ),
+    Family("kvtier_received_bytes", "",
+        "Bytes of requests; what moves through the mapped arena is in sealed and loaded bytes.", ("transport",)),
     Family("kvtier_sent_bytes", "", "Bytes of answers.", ("transport",)),
-)
+)  # fmt: skip
 _BELOW = (
     "promoting_blocks", "settle_queue_blocks", "settled_blocks_total", "settled_bytes_total",
     "settle_dropped_blocks_total", "settle_refused_blocks_total", "promoted_blocks_total", "promoted_bytes_total",
     "promotion_lost_blocks_total", "promotion_failed_blocks_total", "promotion_refused_blocks_total",
 )  # fmt: skip
 _NOTHING_BELOW = dict.fromkeys(_BELOW, 0)  # what the report lacks where there is no lower tier
+Report = Mapping[str, Any]
 Values = dict[str, dict[tuple[str, ...], float]]  # by family: labels -> value
 CALLS = Family(
     "kvtier_call_seconds", "", "From a whole request to its answer, without the wire.", ("transport", "verb")
@@ -198,10 +165,8 @@ class Exporter(Collector):
         """Blocks and bytes by tier and namespace: the `TOP` with most bytes by name, the others in one sum."""
         store = self._service.store
         names = {namespace.handle: namespace.description_digest.hex()[:16] for namespace in store.namespaces.all()}
-        found = [
-            (CPU, store.blocks_by_namespace()),
-            *((tier.name, tier.blocks_by_namespace()) for tier in self._tiers()),
-        ]
+        lower = [(tier.name, tier.blocks_by_namespace()) for tier in self._tiers()]
+        found = [(CPU, store.blocks_by_namespace()), *lower]
         ranked: Counter[str] = Counter()
         for _, by_handle in found:
             for handle, (_, nbytes) in by_handle.items():
@@ -222,14 +187,17 @@ class Exporter(Collector):
         tiering = self._service.tiering
         return tiering.tiers if tiering is not None else []
 
-    def _lower(self, report: Mapping[str, Any]) -> Values:
+    def _lower(self, report: Report) -> Values:
         """What each tier below the arena says of itself, and where lookups and promotions ended there."""
         below = {tier.name: tier.gauges() for tier in self._tiers()}
 
         def each(*names: str) -> dict[tuple[str, ...], float]:
             return {(tier,): sum(said.get(name, 0) for name in names) for tier, said in below.items()}
 
-        warm = report["lookup_warm_total"]
+        warm, reasons = report["lookup_warm_total"], ("lost", "failed", "refused")
+        failures: dict[tuple[str, ...], float] = {
+            (reason,): report[f"promotion_{reason}_blocks_total"] for reason in reasons
+        }
         return {
             "kvtier_tier_capacity_bytes": each("capacity_bytes"),
             "kvtier_tier_used_bytes": each("used_bytes"),
@@ -241,22 +209,17 @@ class Exporter(Collector):
             "kvtier_evicted_blocks": {(CPU,): report["evicted_blocks_total"], **each("evicted_blocks_total")},
             "kvtier_expired_blocks": {(CPU,): report["expired_blocks_total"], **each("expired_blocks_total")},
             "kvtier_lookup_hits": {(CPU,): warm, ("lower",): max(0, report["lookup_hits_total"] - warm)},
-            "kvtier_promotion_failures": {
-                (reason,): report[f"promotion_{reason}_blocks_total"] for reason in ("lost", "failed", "refused")
-            },
+            "kvtier_promotion_failures": failures,
         }
 
-    def _counted(self, report: Mapping[str, Any]) -> Values:
+    def _counted(self, report: Report) -> Values:
         absent = report["lookup_misses_total"]
         behind = max(0, report["lookup_keys_total"] - report["lookup_hits_total"] - absent)
         unserved = self._service.store.counters.unserved
+        miss, cold, cap = unserved[Stop.MISS], unserved[Stop.COLD], unserved[Stop.CAP]
         return {
             "kvtier_lookup_misses": {("absent",): absent, ("behind",): behind},
-            "kvtier_load_failures": {
-                ("miss",): unserved[Stop.MISS],
-                ("cold",): unserved[Stop.COLD],
-                ("cap",): unserved[Stop.CAP],
-            },
+            "kvtier_load_failures": {("miss",): miss, ("cold",): cold, ("cap",): cap},
             "kvtier_ready": {(): float(self._ready())},
             "kvtier_build_info": {(__version__, ".".join(map(str, sys.version_info[:3]))): 1},
         }
@@ -286,12 +249,7 @@ class Exporter(Collector):
         return histogram
 
 
-def _fill(
-    metric: GaugeMetricFamily | CounterMetricFamily,
-    family: Family,
-    report: Mapping[str, Any],
-    computed: Mapping[str, Mapping[tuple[str, ...], float]],
-) -> Metric:
+def _fill(metric: GaugeMetricFamily | CounterMetricFamily, family: Family, report: Report, computed: Values) -> Metric:
     if family.key:
         # The one label of such a family is the tier.
         metric.add_metric((CPU,) if family.labels else (), report[family.key])

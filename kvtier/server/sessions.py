@@ -32,6 +32,7 @@ MAX_FINISHED = 4096  # ids remembered per session, so that repeating seal, abort
 READ, WRITE, ADMIN = range(3)
 ROLES = ("read", "write", "admin")
 T = TypeVar("T")
+Bounds = tuple[int, int, int, int, int]  # of a range: group, layer_lo, layer_hi, head_lo, head_hi
 log = logging.getLogger(__name__)
 
 
@@ -70,17 +71,11 @@ class Session:
             raise Denied(f"this needs role {ROLES[role]}; {has}")
 
     def reserve(
-        self,
-        id_: int,
-        namespace: Namespace,
-        resolved: tuple[int, int, int, int, int],
-        context: bytes,
-        keys: list[bytes],
-        hashes: list[bytes],
+        self, id_: int, namespace: Namespace, at: Bounds, context: bytes, keys: list[bytes], hashes: list[bytes]
     ) -> list[int]:
         """Store.reserve under an id. Offset or PRESENT per key."""
         self._check_new(id_)
-        reservation, offsets = self._store.reserve(self._account, namespace, resolved, context, keys, hashes)
+        reservation, offsets = self._store.reserve(self._account, namespace, at, context, keys, hashes)
         if not reservation.open:  # everything is present: nothing to seal
             with self._lock:
                 self._check_unused(id_)
@@ -216,10 +211,7 @@ class Session:
             raise Full(f"full, retry: the session has {MAX_OPEN} reservations and leases open")
 
     def _keep(self, table: dict[int, T], id_: int, held: T) -> None:
-        """Enters what was taken.
-
-        Raises like `_check_new`: another socket may have used the id, or the session may have ended.
-        """
+        """Enters what was taken. Raises as `_check_new` does: the id may be used by now, or the session have ended."""
         with self._lock:
             self._check_unused(id_)
             table[id_] = held
@@ -279,7 +271,6 @@ class Sessions:
 
     def open(self, peer: Peer, pidfd: int | None, own: bool = False) -> Session:
         """A new session. Takes over `pidfd`; without one (no mapped arena) the end of the last socket ends the session.
-
         `own`: one of the daemon's own, for pins. Raises Full.
         """
         session = Session(os.urandom(SESSION_ID), peer, self._store, own)
@@ -307,9 +298,8 @@ class Sessions:
             return session
 
     def leave(self, session: Session) -> None:
-        """A socket closed.
-
-        The last one ends the session, or puts it in limbo if it holds slots and its process lives, not `drained`.
+        """A socket closed. The last one ends the session, or puts it in limbo if it holds slots and its process lives,
+        not `drained`.
         """
         with self._lock:
             session.sockets -= 1
@@ -326,9 +316,8 @@ class Sessions:
             session.end()
 
     def drained(self, session_id: bytes, peer: Peer) -> None:
-        """The client says that no copy of an earlier session of its process is still under way. That session ends.
-
-        A client closes its sockets before it says so. If threads that read them have not noticed yet, the last of them
+        """The client says that no copy of an earlier session of its process is still under way. That session ends. A
+        client closes its sockets before it says so. If threads that read them have not noticed yet, the last of them
         ends the session.
         """
         with self._lock:

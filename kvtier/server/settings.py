@@ -274,68 +274,39 @@ class Setting:
 
 
 SETTINGS: tuple[Setting, ...] = (
-    Setting(
-        "socket",
-        _path,
-        "/run/kvtier/kvtier.sock, or kvtier.sock in the user's runtime directory",
-        "path of the Unix transport's socket",
-    ),
+    Setting("socket", _path, "/run/kvtier/kvtier.sock, or kvtier.sock in the user's runtime directory",
+        "path of the Unix transport's socket"),
     Setting("socket_mode", _mode, "600", "permissions of the Unix sockets, octal as text"),
-    Setting(
-        "users",
-        _several(parse_user, MAX_USERS),
-        "[]",
+    Setting("users", _several(parse_user, MAX_USERS), "[]",
         "who may connect by Unix socket, and as whom: a list of "
-        "`uid:ID TENANT ROLE`, `gid:ID TENANT ROLE`, `any TENANT ROLE`",
-    ),
-    Setting(
-        "arena_bytes",
-        _size,
-        "a quarter of the memory limit",
-        "shared memory for blocks: a number of bytes, or text such as `16GiB`",
-    ),
-    Setting(
-        "grpc",
-        _grpc,
-        "a Unix socket beside `socket`",
-        "list of gRPC listeners: `unix:/path` or `host:port`; `off` for none",
-    ),
-    Setting(
-        "token_file", _path, "none", "file of `name tenant role sha256:DIGEST` lines; any TCP gRPC listener needs one"
-    ),
+        "`uid:ID TENANT ROLE`, `gid:ID TENANT ROLE`, `any TENANT ROLE`"),
+    Setting("arena_bytes", _size, "a quarter of the memory limit",
+        "shared memory for blocks: a number of bytes, or text such as `16GiB`"),
+    Setting("grpc", _grpc, "a Unix socket beside `socket`",
+        "list of gRPC listeners: `unix:/path` or `host:port`; `off` for none"),
+    Setting("token_file", _path, "none",
+        "file of `name tenant role sha256:DIGEST` lines; any TCP gRPC listener needs one"),
     Setting("tls_cert", _path, "none", "certificate chain (PEM); any listener that is not loopback needs one"),
     Setting("tls_key", _path, "none", "private key of `tls_cert` (PEM)"),
     Setting("tls_client_ca", _path, "none", "clients must show a certificate of this authority (PEM): mutual TLS"),
-    Setting(
-        "ssd",
-        _ssd,
-        "none",
+    Setting("ssd", _ssd, "none",
         "the SSD tier, a table: `path` and `size` of everything in it; `sync` (settled survives a power cut), "
         "`write` (bytes a second) and `daily` (bytes a day) that may be written, `free` bytes left to others on its "
-        "file system. As a flag: `path=/var/lib/kvtier,size=2TiB`",
-    ),
-    Setting(
-        "redis",
-        _redis,
-        "none",
+        "file system. As a flag: `path=/var/lib/kvtier,size=2TiB`"),
+    Setting("redis", _redis, "none",
         "the Redis tier, a table: `url` (`redis://`, `rediss://` or `unix://`; user and password percent-encoded), "
         "`password_file`, `ca`, `cert`, `key` (PEM), `cluster`, `sentinel` (what the primary is called), `prefix` of "
         "all names, `ttl` in seconds, `timeout` of a call in seconds, `connections`, `write` (bytes a second). "
-        "As a flag: `url=redis://host:6379,password_file=/etc/kvtier/redis`",
-    ),
-    Setting(
-        "metrics", _metrics, "off", "where `/metrics`, `/live` and `/ready` listen: a port (on loopback) or `host:port`"
-    ),
-)
+        "As a flag: `url=redis://host:6379,password_file=/etc/kvtier/redis`"),
+    Setting("metrics", _metrics, "off",
+        "where `/metrics`, `/live` and `/ready` listen: a port (on loopback) or `host:port`"),
+)  # fmt: skip
 BY_NAME = {setting.name: setting for setting in SETTINGS}
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Checked settings, under the names of the file.
-
-    poison: fill freed slots with NaN codes (tests only, a flag without a key).
-    """
+    """Checked settings, named as in the file. poison: freed slots get NaN codes (tests only, a flag without a key)."""
 
     socket: Path
     arena_bytes: int
@@ -386,10 +357,8 @@ class Config:
             check_listener(name, listen, self.token_file is not None, self.tls_cert is not None)
 
     def peer(self, uid: int, gid: int, pid: int) -> Peer:
-        """Who a process on a Unix socket is: what the first matching entry of `users` says. Raises Denied.
-
-        Without a match root and the daemon's own user are admins of tenant `local`; others may write there if `users`
-        is empty.
+        """Who a process on a Unix socket is: what the first matching entry of `users` says. Raises Denied. Without a
+        match root and the daemon's own user are admins of tenant `local`; others may write there if `users` is empty.
         """
         for user in self.users:
             if user.matches(uid, gid):
@@ -403,10 +372,7 @@ class Config:
 
 
 def load(file: Path | None, flags: Mapping[str, Any], *, poison: bool = False) -> Config:
-    """The settings of `file` (None: the default file, if it exists), overridden by `flags` (None: not given).
-
-    Raises Invalid.
-    """
+    """Settings of `file` (None: the default, if it exists), overridden by `flags` (None: not given). Raises Invalid."""
     if file is None and DEFAULT_FILE.exists():
         file = DEFAULT_FILE
     said: dict[str, tuple[str, Any]] = {}
@@ -486,10 +452,7 @@ def memory_limit() -> int:
 
 
 def _cgroup_limits(root: Path, own: Path) -> list[int]:
-    """Limits of this process's control group and of all above it, version 2 and 1.
-
-    In a container the root is the container's own.
-    """
+    """Limits of this process's control group and all above it, version 2 and 1; a container's root is its own."""
     files = [root / "memory.max", root / "memory" / "memory.limit_in_bytes"]
     try:
         lines = own.read_text().splitlines()

@@ -14,10 +14,7 @@ from kvtier.errors import Unavailable
 
 
 class SocketClaim:
-    """Claims `path`, so that a socket can be bound there.
-
-    Raises Unavailable if another daemon serves it or another file is there.
-    """
+    """Claims `path` to bind a socket there. Raises Unavailable if another daemon serves it or another file is there."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -23,15 +23,15 @@ from kvtier.protocol.stops import PRESENT, Stop
 from kvtier.protocol.v1 import kvtier_pb2 as pb
 from kvtier.server.sessions import Session
 from kvtier.server.verbs import Service, range_of
+from kvtier.store.arena import Arena
 
 _WINDOW = 32  # blocks held at once, at most
 
-Piece = bytes | memoryview
+Pieces = Iterator[bytes | memoryview]
+Items = Generator[pb.GetReply | memoryview | pb.GetTrailer, None, None]
 
 
-def put(
-    service: Service, session: Session, request: pb.PutRequest, chunks: Iterator[Piece], until: float
-) -> pb.PutReply:
+def put(service: Service, session: Session, request: pb.PutRequest, chunks: Pieces, until: float) -> pb.PutReply:
     """Stores the bodies that `chunks` carries in order. The answer counts the leading blocks known now.
 
     Raises Invalid for a malformed call. `until` is a time.monotonic(). Bodies of blocks that are present are read and
@@ -50,7 +50,7 @@ def put(
         try:
             offsets = session.reserve(id_, namespace, resolved, context, keys[part], hashes[part])
             try:
-                sums = _fill(service, offsets, extents.body_bytes, request.checksum[part], chunks, until)
+                sums = _fill(service.store.arena, offsets, extents.body_bytes, request.checksum[part], chunks, until)
                 known += session.seal(id_, (), sums)
             finally:
                 session.abort(id_, ())
@@ -61,9 +61,7 @@ def put(
     return pb.PutReply(known=known)
 
 
-def get(
-    service: Service, session: Session, request: pb.Keys, until: float
-) -> Generator[pb.GetReply | memoryview | pb.GetTrailer, None, None]:
+def get(service: Service, session: Session, request: pb.Keys, until: float) -> Items:
     """A GetReply, the bytes of the leading known blocks in pieces of at most CHUNK, a GetTrailer.
 
     Raises Invalid, Stale, Deadline. A piece is valid until the next one is asked for. Closing the generator early
@@ -83,7 +81,7 @@ def get(
         part = keys[first : first + window]
         if service.tiering is not None:
             # The next window comes up while this one is sent.
-            service.tiering.prefetch(keys[first : first + 2 * window], namespace, extents)
+            service.tiering.promoter.start(keys[first : first + 2 * window], namespace, extents)
             service.tiering.bring_up(part, namespace, extents, cold_until)
         offsets, stop = session.lease(id_, part)
         try:
@@ -107,14 +105,14 @@ def _window(service: Service, slot_bytes: int) -> int:
 
 
 def _fill(
-    service: Service, offsets: list[int], nbytes: int, expected: list[int], chunks: Iterator[Piece], until: float
+    arena: Arena, offsets: list[int], nbytes: int, expected: list[int], chunks: Pieces, until: float
 ) -> list[int]:
     """Reads one body per offset into its slot (or past a PRESENT one).
 
     Returns the digests of the blocks, 0 for those that are present. Raises Lost for a body that fails its checksum,
     Invalid for one that ends early or runs over, Deadline.
     """
-    array, sums = service.store.arena.array, []
+    array, sums = arena.array, []
     for offset, checksum in zip(offsets, expected, strict=True):
         hasher = xxhash.xxh3_64()
         have = 0
@@ -133,5 +131,5 @@ def _fill(
         if hasher.intdigest() != checksum:
             raise Lost("a body does not match its checksum: send it again")
         end = offset + HEADER_BYTES + nbytes
-        sums.append(0 if offset == PRESENT else digest(service.store.arena.memory[offset:end]))
+        sums.append(0 if offset == PRESENT else digest(arena.memory[offset:end]))
     return sums

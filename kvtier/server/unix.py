@@ -39,21 +39,18 @@ from kvtier.version import __version__
 PROTOCOL = 1
 MAX_UNKNOWN = 64  # sockets that have not sent a valid hello
 MAX_SOCKETS = 2048
-FIRST_REFUSAL, MAX_REFUSAL = (
-    0.001,
-    0.1,
-)  # seconds that a malformed call costs its sender: the first of a row, and at most
+FIRST_REFUSAL, MAX_REFUSAL = 0.001, 0.1  # seconds that a malformed call costs: the first of a row, and at most
 MAX_LARGE = 8  # frames above `frames.SMALL` that are in memory at once
 _SO_PEERPIDFD = 77
 _STACK_BYTES = 512 * 1024
 
+Hello = tuple[int, pb.HelloRequest]  # the number of the request, and what it says
 log = logging.getLogger(__name__)
 
 
 class UnixServer:
-    """Listens on `path`. `peers` decides who a connecting process is (uid, gid, pid -> Peer), or raises Denied.
-
-    Raises Unavailable if another daemon serves this path. `start` returns at once.
+    """Listens on `path`. `peers` decides who a connecting process is (uid, gid, pid -> Peer), or raises Denied. Raises
+    Unavailable if another daemon serves this path. `start` returns at once.
     """
 
     def __init__(self, path: Path, service: Service, peers: Callable[[int, int, int], Peer], mode: int = 0o600) -> None:
@@ -89,10 +86,7 @@ class UnixServer:
         return self._acceptor.is_alive()
 
     def close(self) -> None:
-        """Stops accepting, lets calls under way finish, closes every socket, removes the path.
-
-        Waits at most twice `PATIENCE`.
-        """
+        """Stops accepting, lets calls finish (at most twice `PATIENCE`), closes every socket, removes the path."""
         with self._lock:
             self._closing = True
             sockets = list(self._sockets)
@@ -184,10 +178,7 @@ class UnixServer:
                 self._drop(sock, greeting)
 
     def _hello(self, sock: socket.socket) -> Session:
-        """Reads the first frame and answers it.
-
-        Raises what `frames.receive` raises, and KvtierError for a refused hello.
-        """
+        """Reads the first frame and answers it. Raises as `frames.receive` does; KvtierError for a refused hello."""
         buffer = memoryview(bytearray(frames.HEADER.size + frames.MAX_HELLO))
         passed = array.array("i")
         until = time.monotonic() + PATIENCE
@@ -231,9 +222,7 @@ class UnixServer:
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [arena.fd]))]
         sock.sendmsg([frames.pack(0, request, self._service.boot, reply.SerializeToString())], rights)
 
-    def _read_hello(
-        self, sock: socket.socket, buffer: memoryview, first: bytes, until: float
-    ) -> tuple[int, pb.HelloRequest]:
+    def _read_hello(self, sock: socket.socket, buffer: memoryview, first: bytes, until: float) -> Hello:
         if not first:
             raise frames.Closed
         buffer[: len(first)] = first
@@ -308,7 +297,6 @@ class UnixServer:
 
 class Refusals:
     """Makes malformed calls slow: each in a row of one process waits twice as long as the last, until a good call.
-
     Otherwise a loop of bad input would keep the interpreter from all other clients. Thread-safe.
     """
 

@@ -26,7 +26,7 @@ from kvtier.protocol.stops import Stop
 from kvtier.protocol.v1 import kvtier_pb2 as pb
 from kvtier.server.logs import fields
 from kvtier.server.meters import Meters
-from kvtier.server.sessions import ADMIN, READ, WRITE, Peer, Session, Sessions
+from kvtier.server.sessions import ADMIN, READ, WRITE, Bounds, Peer, Session, Sessions
 from kvtier.store.expiry import Expiry
 from kvtier.store.namespaces import Namespace, check_hashes
 from kvtier.store.store import Store
@@ -55,12 +55,8 @@ class Service:
 
     def register(self, session: Session, request: pb.RegisterRequest) -> pb.RegisterReply:
         namespace = self.store.namespaces.register(request.description, session.peer.tenant)
-        return pb.RegisterReply(
-            handle=namespace.handle,
-            namespace=namespace.digest,
-            description=namespace.description_digest,
-            boot=self.boot,
-        )
+        handle, digest, description = namespace.handle, namespace.digest, namespace.description_digest
+        return pb.RegisterReply(handle=handle, namespace=digest, description=description, boot=self.boot)
 
     def lookup(self, session: Session, request: pb.LookupRequest) -> pb.LookupReply:
         namespace = self.store.namespaces.get(request.handle, session.peer.tenant)
@@ -74,9 +70,8 @@ class Service:
             known, warm = self.store.lookup_tiers(keys)
             reply.known.append(known)
             reply.warm.append(warm)
-            reply.later |= (
-                known < len(keys) and self.tiering is not None and self.tiering.unsure(keys[known : known + 1])[0]
-            )
+            if known < len(keys) and self.tiering is not None:
+                reply.later |= self.tiering.unsure(keys[known : known + 1])[0]
             if request.bitmap:
                 reply.bitmap.append(_bitmap(self.store.known_each(keys)))
         return reply
@@ -86,7 +81,7 @@ class Service:
         namespace, keys = self.blocks_of(session, request)
         if self.tiering is None:
             return pb.Count(n=0, stop=Stop.NO_TIER)  # type: ignore[arg-type]
-        return pb.Count(n=self.tiering.prefetch(keys, namespace, namespace.extents(range_of(request))))
+        return pb.Count(n=self.tiering.promoter.start(keys, namespace, namespace.extents(range_of(request))))
 
     def flush(self, session: Session, request: pb.Keys) -> pb.Count:
         """Waits until lower tiers have the blocks, `wait_ms` at most. Returns how many leading ones they have."""
@@ -132,11 +127,9 @@ class Service:
 
     def list_namespaces(self, session: Session, request: pb.ListRequest) -> pb.ListReply:
         blocks = self.store.blocks_by_namespace()
-        return pb.ListReply(
-            namespace=[
-                _info(ns, blocks, self.expiry.of(ns)) for ns in self.store.namespaces.all() if _visible(ns, session)
-            ]
-        )
+        peer = session.peer
+        shown = [ns for ns in self.store.namespaces.all() if peer.role >= ADMIN or ns.tenant == peer.tenant]
+        return pb.ListReply(namespace=[_info(ns, blocks, self.expiry.of(ns)) for ns in shown])
 
     def show_namespace(self, session: Session, request: pb.ShowRequest) -> pb.ShowReply:
         namespace = self._named(session, request.name)
@@ -145,9 +138,8 @@ class Service:
 
     def diff_namespaces(self, session: Session, request: pb.DiffRequest) -> pb.ExplainReply:
         stored, live = self._named(session, request.stored), self._named(session, request.live)
-        return pb.ExplainReply(
-            line=map(str, diff(stored.description, live.description)), nearest=stored.description_digest
-        )
+        lines = map(str, diff(stored.description, live.description))
+        return pb.ExplainReply(line=lines, nearest=stored.description_digest)
 
     def drop_namespace(self, session: Session, request: pb.DropRequest) -> pb.Count:
         namespace = self._named(session, request.name)
@@ -169,10 +161,7 @@ class Service:
         return _info(namespace, self.store.blocks_by_namespace(), request.seconds)
 
     def pin(self, session: Session, request: pb.Keys) -> pb.Count:
-        """Keeps the leading known blocks from eviction until `unpin`, by leases of the daemon's own.
-
-        At most a tenth of the arena.
-        """
+        """Keeps leading known blocks, at most a tenth of the arena, by leases of the daemon's own until `unpin`."""
         namespace, keys = self.blocks_of(session, request)
         tenant = session.peer.tenant
         pinned = 0
@@ -213,11 +202,8 @@ class Service:
         expected = namespace.extents(range_of(request)).block_bytes
         if request.nbytes != expected:
             raise Invalid(f"blocks of this namespace and range have {expected} bytes, not {request.nbytes}")
-        keys, raw, step = (
-            _keys(namespace, request, request.context),
-            request.hashes,
-            namespace.description.hashing.nbytes,
-        )
+        keys, raw = _keys(namespace, request, request.context), request.hashes
+        step = namespace.description.hashing.nbytes
         return namespace, keys, [raw[at : at + step] for at in range(0, len(raw), step)]
 
     def _named(self, session: Session, name: str) -> Namespace:
@@ -282,25 +268,15 @@ HANDLERS: dict[int, Handler] = {
 }
 
 
-def _visible(namespace: Namespace, session: Session) -> bool:
-    return session.peer.role >= ADMIN or namespace.tenant == session.peer.tenant
-
-
 def _info(namespace: Namespace, blocks: dict[int, tuple[int, int]], ttl: int) -> pb.NamespaceInfo:
     n, nbytes = blocks.get(namespace.handle, (0, 0))
-    return pb.NamespaceInfo(
-        namespace=namespace.digest,
-        description=namespace.description_digest,
-        tenant=namespace.tenant,
-        model=namespace.description.model,
-        revision=namespace.description.revision,
-        blocks=n,
-        bytes=nbytes,
-        ttl=ttl,
-    )
+    info = pb.NamespaceInfo(namespace=namespace.digest, description=namespace.description_digest, blocks=n, ttl=ttl)
+    info.tenant, info.bytes = namespace.tenant, nbytes
+    info.model, info.revision = namespace.description.model, namespace.description.revision
+    return info
 
 
-def range_of(request: pb.Keys | pb.Run) -> tuple[int, int, int, int, int]:
+def range_of(request: pb.Keys | pb.Run) -> Bounds:
     """The range of a request as it stands there, unchecked."""
     return (request.group, request.layer_lo, request.layer_hi, request.head_lo, request.head_hi)
 

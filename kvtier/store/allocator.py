@@ -58,18 +58,14 @@ class Slabs:
         self._owner: list[SizeClass | None] = [None] * self.count
 
     def size_class(self, slot_bytes: int) -> SizeClass:
-        """The class of this slot size, made on first use.
-
-        Raises Invalid if a slab is too small for it, Full if there are too many sizes.
-        """
+        """The class of this slot size, made on first use. Raises Invalid if a slab is too small for it, Full if there
+        are too many sizes."""
         found = self.classes.get(slot_bytes)
         if found is not None:
             return found
         if slot_bytes > self.slab_bytes:
-            raise Invalid(
-                f"a block of {slot_bytes} bytes does not fit a slab of {self.slab_bytes}: "
-                f"make the arena larger (at least {MIN_SLABS * slot_bytes} bytes) or the blocks smaller"
-            )
+            advice = f"make the arena larger (at least {MIN_SLABS * slot_bytes} bytes) or the blocks smaller"
+            raise Invalid(f"a block of {slot_bytes} bytes does not fit a slab of {self.slab_bytes}: {advice}")
         index = next((i for i in range(1, MAX_CLASSES + 1) if self._by_index[i] is None), 0)
         if not index:
             spare = next((c for c in self.classes.values() if not self.taken(c)), None)
@@ -82,8 +78,7 @@ class Slabs:
         return made
 
     def take(self, size: SizeClass, n: int) -> array[int]:
-        """Up to `n` free slots: from the class's slabs, then from those without a class, then from empty ones of other
-        classes."""
+        """Up to `n` free slots: of the class's slabs, then of slabs without a class, then of empty ones of others."""
         while len(size.free) < n and (self._pool or self._reclaim(size)):
             self._adopt(size, self._pool.pop())
         n = min(n, len(size.free))
@@ -101,14 +96,11 @@ class Slabs:
         return self._unbacked[-1] if self._unbacked else None
 
     def back(self) -> None:
-        """The slab that `unbacked` names may be used from here on."""
         self._pool.append(self._unbacked.pop())
 
     def restore(self, pages: npt.NDArray[np.uint32], slots: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
-        """Takes exactly these slots, oldest first, before any other is taken. Returns which could be taken.
-
-        The others lie outside or overlap, or are of another size than the youngest of their slab.
-        """
+        """Takes exactly these slots, oldest first, before any other is taken. Returns which could be taken. The others
+        lie outside or overlap, or are of another size than the youngest of their slab."""
         pages, slots = pages.astype(np.uint32), slots.astype(np.uint32)
         taken = np.zeros(len(pages), np.bool_)
         slab_of = pages // self.slab_pages
@@ -166,7 +158,6 @@ class Slabs:
 
     @property
     def unowned(self) -> int:
-        """Slabs without a class."""
         return len(self._pool)
 
     def slots(self, size: SizeClass) -> int:
@@ -174,7 +165,6 @@ class Slabs:
         return self.slab_bytes // size.slot_bytes
 
     def taken(self, size: SizeClass) -> int:
-        """Taken slots of a class."""
         return sum(self.used[slab] for slab in size.slabs)
 
     def taken_bytes(self) -> int:
@@ -224,26 +214,18 @@ class Slabs:
 
 
 class Allocator:
-    """The slots of a store, and what is evicted for them.
-
-    poison   fill freed slots with 0x7F
-    """
+    """The slots of a store, and what is evicted for them. `poison`: fill freed slots with 0x7F."""
 
     def __init__(
         self, arena: Arena | None, slabs: Slabs, ledger: Ledger, eviction: Eviction, counters: Counters, poison: bool
     ) -> None:
-        self._arena = arena
-        self._slabs = slabs
-        self._ledger = ledger
-        self._eviction = eviction
-        self._counters = counters
-        self._poison = poison
+        self._arena, self._slabs, self._poison = arena, slabs, poison
+        self._ledger, self._eviction, self._counters = ledger, eviction, counters
 
     def size_class(self, slot: int, n: int = 1) -> SizeClass:
         """The class of this slot size. When all are taken, the one unused for longest goes, if nothing in it is in use.
-
-        Raises Full where none can go, or where `n` slots could not be taken afterwards either; nothing is evicted then.
-        """
+        Raises Full where none can go, or where `n` slots could not be taken afterwards either; nothing is evicted
+        then."""
         ledger, slabs = self._ledger, self._slabs
         try:
             return slabs.size_class(slot)
@@ -260,8 +242,9 @@ class Allocator:
         """`n` free slots of this class; evicts what is worth least. Raises Full, with nothing taken or evicted."""
         if not self._can_take(size, n):
             self._counters.full += 1
-            leaves = "what is leased and reserved leaves too little of the arena for blocks of this size"
-            raise Full(f"full, retry: {leaves}")
+            raise Full(
+                "full, retry: what is leased and reserved leaves too little of the arena for blocks of this size"
+            )
         pages = self._slabs.take(size, n)
         while len(pages) < n:
             self._evict_for(size, n - len(pages))
@@ -277,7 +260,6 @@ class Allocator:
         self._slabs.give(self._ledger.forget(rows))
 
     def give(self, pages: Sequence[int]) -> None:
-        """Slots from `take` that are not used after all."""
         self._slabs.give(pages)
 
     def _can_take(self, size: SizeClass, n: int) -> bool:

@@ -49,9 +49,7 @@ class Arena:
 
     def populate(self, stop: threading.Event, threads: int = 2, limit: int | None = None) -> None:
         """Backs the arena with memory up to `limit` (default: all), in steps. Blocks; may be called again to go on.
-
-        Raises Full if the memory is not there. Returns early once `stop` is set.
-        """
+        Raises Full if the memory is not there. Returns early once `stop` is set."""
         end = self.nbytes if limit is None else min(limit, self.nbytes)
         steps = iter(range(self.ready_bytes, end, POPULATE_STEP))
         done: set[int] = set()

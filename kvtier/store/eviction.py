@@ -50,11 +50,9 @@ _NONE: Words = np.zeros(0, np.uint64)
 
 
 def source(own: int, oldest: Mapping[int, Any]) -> int | None:
-    """From which size class to take slots for class `own`; `oldest`: {class: worth, or age, of its next victim}.
-
-    The class with the least gives; `own` gives when it has as little as any, because that evicts one block and not a
-    slab. None: none can.
-    """
+    """From which size class to take slots for class `own`; `oldest`: {class: worth, or age, of its next victim}. The
+    class with the least gives; `own` gives when it has as little as any, because that evicts one block and not a slab.
+    None: none can."""
     if not oldest:
         return None
     least = min(oldest.values())
@@ -78,10 +76,8 @@ def admit(rank: int, left: float) -> bool:
 
 
 def tick_before(marks: Sequence[tuple[float, int]], moment: float) -> int:
-    """The newest tick not after `moment`, of marks (seconds, tick) in their order; 0 if there is none.
-
-    A namespace's time-to-live: its unleased blocks of a tick up to `tick_before(marks, now - ttl)` have expired.
-    """
+    """The newest tick not after `moment`, of marks (seconds, tick) in their order; 0 if there is none. A namespace's
+    time-to-live: its unleased blocks of a tick up to `tick_before(marks, now - ttl)` have expired."""
     return max((tick for seconds, tick in marks if seconds <= moment), default=0)
 
 
@@ -114,10 +110,8 @@ def census(ranks: npt.NDArray[Any], ages: npt.NDArray[Any]) -> Floats:
 
 class Reuse:
     """What a block of a rank and age is worth: the most hits per tick that keeping it promises, over all horizons.
-
     `hit` when blocks are used again, `gone` when a ghost is overwritten, `learn` now and then.
-    `worth[rank][bucket(age)]` is the result.
-    """
+    `worth[rank][bucket(age)]` is the result."""
 
     def __init__(self) -> None:
         self.hits = [0.0] * (USES * BUCKETS)
@@ -143,8 +137,7 @@ class Reuse:
     def _price(self, hits: Floats, ends: Floats) -> None:
         """Kaplan-Meier: of the blocks that reached a bucket, how many came back in it; then the best ratio of hits to
         time over all horizons. Too few observations lean on all ranks together, and these on the prior. Made monotone
-        in age and rank, which keeps tails before heads.
-        """
+        in age and rank, which keeps tails before heads."""
         reached = ends[:, ::-1].cumsum(1)[:, ::-1]
         time = (reached - ends / 2) * _WIDTH
         prior = 1.0 / np.maximum(1.0, _START[:-1] + _WIDTH / 2)
@@ -165,10 +158,8 @@ class Reuse:
 
 class Ghosts:
     """Rank and last tick of evicted blocks, by the first 64 bits of their key. GHOSTS * 8 bytes for each of `blocks`.
-
     Paged in as used. A ghost is an integer with `rank_of` and `tick_of`. Those of the last evictions wait in a dict
-    until they go into the table together.
-    """
+    until they go into the table together."""
 
     def __init__(self, blocks: int, waiting: int = WAITING) -> None:
         self._sets = max(1, blocks * GHOSTS // WAYS)
@@ -249,7 +240,6 @@ class Eviction:
 
     @property
     def nbytes(self) -> int:
-        """Of the ghosts."""
         return self._ghosts.nbytes if self._ghosts is not None else 0
 
     def used(self, rows: Sequence[int]) -> list[int]:
@@ -260,10 +250,8 @@ class Eviction:
         return again
 
     def recall(self, keys: Sequence[bytes], present: Sequence[int | None], use: int = 1) -> bytes:
-        """A rank for each None in `present`, which has the row of every key, head first; None: about to be put.
-
-        Takes their ghosts away. `use` is 0 for blocks from a lower tier: the lease that follows is their use.
-        """
+        """A rank for each None in `present`, which has the row of every key, head first; None: about to be put. Takes
+        their ghosts away. `use` is 0 for blocks from a lower tier: the lease that follows is their use."""
         if self._ghosts is None:
             return bytes(present.count(None))
         absent = [key for key, row in zip(keys, present, strict=True) if row is None]

@@ -39,7 +39,6 @@ class _Watch:
     marks: list[deque[tuple[float, int]]]
 
     def due(self, now: float) -> bool:
-        """Whether it is time for another mark."""
         return not self.marks[0] or now - self.marks[0][-1][0] >= self.seconds / MARKS
 
 
@@ -48,8 +47,7 @@ class Expiry:
     `clock` gives seconds."""
 
     def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
-        self._store = store
-        self._clock = clock
+        self._store, self._clock = store, clock
         self._places = [store.aging]
         self._lock = threading.Lock()
         self._ttls: dict[str, int] = {}  # seconds by `_name`; replaced as a whole, so that it is read without the lock
@@ -64,18 +62,13 @@ class Expiry:
         self._ttls, self._save = dict(ttls), save
 
     def set(self, namespace: Namespace, seconds: int) -> None:
-        """Gives a namespace a time-to-live, from now on; 0 takes it away. It outlives a drop of the namespace.
-
-        Raises Invalid, Full for one namespace too many, Unavailable if it cannot be written: nothing is changed then.
-        """
+        """Gives a namespace a time-to-live, from now on; 0 takes it away. It outlives a drop of the namespace. Raises
+        Invalid, Full for one namespace too many, Unavailable if it cannot be written: nothing is changed then."""
         if not 0 <= seconds <= MAX_TTL:
             raise Invalid(f"a time-to-live has 1 to {MAX_TTL} seconds, or 0 for none, not {seconds}")
         with self._lock:
-            ttls = (
-                {**self._ttls, _name(namespace): seconds}
-                if seconds
-                else {k: v for k, v in self._ttls.items() if k != _name(namespace)}
-            )
+            ttls = {**self._ttls, _name(namespace): seconds}
+            ttls = {name: ttl for name, ttl in ttls.items() if ttl}
             if len(ttls) > MAX_TTLS:
                 here = set(map(_name, self._store.namespaces.all()))
                 ttls = {name: ttl for name, ttl in ttls.items() if name in here}
@@ -84,9 +77,8 @@ class Expiry:
             try:
                 self._save(ttls)
             except OSError as error:
-                raise Unavailable(
-                    f"the SSD tier's directory cannot be written, so nothing was changed: {error.strerror or error}"
-                ) from None
+                what = "the SSD tier's directory cannot be written, so nothing was changed"
+                raise Unavailable(f"{what}: {error.strerror or error}") from None
             self._ttls = ttls
 
     def of(self, namespace: Namespace) -> int:
@@ -94,8 +86,7 @@ class Expiry:
         return self._ttls.get(_name(namespace), 0)
 
     def sweep(self) -> int:
-        """Takes the marks that are due and forgets what has expired. Returns how many; one in two tiers counts
-        twice."""
+        """Takes the marks that are due, forgets what has expired. Returns how many; one in two tiers counts twice."""
         now, gone = self._clock(), 0
         limited = {one: ttl for one in self._store.namespaces.all() if (ttl := self.of(one))} if self._ttls else {}
         before, self._watches = self._watches, {}
@@ -112,12 +103,10 @@ class Expiry:
         return gone
 
     def start(self) -> None:
-        """Sweeps from now on, in a thread."""
         self._thread = threading.Thread(target=self._run, name="expiry", daemon=True)
         self._thread.start()
 
     def alive(self) -> bool:
-        """Whether the thread runs."""
         return self._thread is not None and self._thread.is_alive()
 
     def close(self) -> None:

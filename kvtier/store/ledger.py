@@ -83,16 +83,9 @@ class Ledger:
         return [shards[key[0]].get(key) for key in keys]
 
     def reserve(
-        self,
-        pages: Sequence[int],
-        keys: Sequence[bytes],
-        nbytes: int,
-        slot: int,
-        size: int,
-        handle: int,
-        ranks: bytes = b"",
+        self, pages: Sequence[int], keys: list[bytes], nbytes: int, slot: int, size: int, handle: int, uses: bytes = b""
     ) -> list[int]:
-        """New rows for these slots of `slot` bytes in size class `size`: counted, not yet known."""
+        """New rows of these ranks for slots of `slot` bytes in size class `size`: counted, not yet known."""
         n = len(keys)
         if len(self._free) < n:
             self._grow(max(_GROW, n))
@@ -101,7 +94,7 @@ class Ledger:
         del self._free[cut:]
         state, sizes, rank_of, page_of = self._state, self._size, self._rank, self._page
         nbytes_of, slot_of, namespaces, key_of = self._nbytes, self._slot, self._namespace, self._keys
-        for row, page, key, rank in zip(rows, pages, keys, ranks or bytes(n), strict=True):
+        for row, page, key, rank in zip(rows, pages, keys, uses or bytes(n), strict=True):
             state[row] = RESERVED
             sizes[row] = size
             page_of[row] = page
@@ -117,18 +110,16 @@ class Ledger:
 
     def seal(self, rows: Sequence[int]) -> list[bool]:
         """Makes reserved rows known, the first as youngest. False where the key is known: that row stays reserved."""
-        sealed = []
-        won = []
+        sealed, won = [], []
         state, keys, shards = self._state, self._keys, self._shards
         for row in rows:
             assert state[row] == RESERVED
             key = keys[row]
-            if shards[key[0]].setdefault(key, row) == row:
+            new = shards[key[0]].setdefault(key, row) == row
+            sealed.append(new)
+            if new:
                 state[row] = SEALED
                 won.append(row)
-                sealed.append(True)
-            else:
-                sealed.append(False)
         self.known += len(won)
         self.reserved -= len(won)
         self.reserved_bytes -= sum(map(self._slot.__getitem__, won))
@@ -137,9 +128,7 @@ class Ledger:
 
     def lease(self, rows: Sequence[int], keep: bool = False) -> int:
         """One more lease for each of these sealed rows (each once). Returns the bytes of slots that had none before.
-
-        `keep`: rows without another lease stay at their age, until they are leased without `keep`.
-        """
+        `keep`: rows without another lease stay at their age, until they are leased without `keep`."""
         leases = self._leases
         idle = [row for row in rows if not leases[row]]
         for row in rows:
@@ -172,7 +161,6 @@ class Ledger:
         return gone, doomed
 
     def idle(self, size: int) -> int:
-        """How many unleased sealed rows a size class has."""
         return self._idle[size]
 
     def idle_rows(self, keys: Sequence[bytes], tick: int = 2**64 - 1) -> list[int]:
@@ -187,11 +175,9 @@ class Ledger:
         return self.keys(np.flatnonzero(mine)[:most].tolist())
 
     def use(self, rows: Sequence[int]) -> tuple[list[tuple[int, int, int]], list[int]]:
-        """These blocks, head first and each once, are about to be leased. A use, unless leased already and not kept.
-
-        A rank grows by one, but not above that of the rows before it. Returns (rank, ticks since the last use, rows) of
-        each run of rows that were alike, and the rows that were used for the second time.
-        """
+        """These blocks, head first and each once, are about to be leased. A use, unless leased already and not kept. A
+        rank grows by one, but not above that of the rows before it. Returns (rank, ticks since the last use, rows) of
+        each run of rows that were alike, and the rows that were used for the second time."""
         leases, ages, ranks, kept = self._leases, self._age, self._rank, self._kept
         runs: list[tuple[int, int, int]] = []
         again: list[int] = []
@@ -218,18 +204,15 @@ class Ledger:
         return runs, again
 
     def history(self, rows: Sequence[int]) -> tuple[list[bytes], list[int], list[int]]:
-        """Keys, ranks and ticks of the last use."""
         return self.keys(rows), self.uses(rows), list(map(self._age.__getitem__, rows))
 
     def sample(self, most: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any], int]:
         """Ranks and ticks since the last use of the sealed rows among up to `most`; each stands for so many rows."""
         stride = -(-len(self._state) // most)
         mine = np.flatnonzero(np.frombuffer(self._state, np.uint8)[::stride] == SEALED)
-        ranks, ages = (
-            np.frombuffer(column, column.typecode)[::stride][mine].astype(np.int64)
-            for column in (self._rank, self._age)
-        )
-        return ranks, self.tick - ages, stride
+        ranks = np.frombuffer(self._rank, np.uint8)[::stride][mine].astype(np.int64)
+        ages = self.tick - np.frombuffer(self._age, np.uint64)[::stride][mine].astype(np.int64)
+        return ranks, ages, stride
 
     def youngest(self, size: int) -> int | None:
         """Tick of the youngest unleased block of a size class, None if there is none."""
@@ -243,8 +226,7 @@ class Ledger:
         return [(rank, self._age[row], row) for rank, row in enumerate(rows) if row >= _FIRST]
 
     def from_oldest(self, row: int, n: int) -> tuple[list[int], tuple[int, int] | None]:
-        """Up to `n` unleased rows of one list and age, from this one on; and (tick, row) of the next, None at the
-        end."""
+        """Up to `n` unleased rows of one list and age, this one first; and (tick, row) of the next, None at the end."""
         rows, after, ages, age = [row], self._next, self._age, self._age[row]
         while True:
             row = self._unkept(after[row]) if self._kept else after[row]
@@ -290,32 +272,25 @@ class Ledger:
         self.known -= len(leased)
         return [row for row in rows if not self._leases[row]] if len(leased) < len(rows) else []
 
-    # -- what a row says
-
     def keys(self, rows: Iterable[int]) -> list[bytes]:
         return list(map(self._keys.__getitem__, rows))
 
     def namespace(self, row: int) -> int:
-        """Handle of the block's namespace."""
         return self._namespace[row]
 
     def place(self, row: int) -> tuple[int, int, int]:
-        """(page, bytes of the slot, bytes of the block)"""
         return self._page[row], self._slot[row], self._nbytes[row]
 
     def pages(self, rows: Iterable[int]) -> list[int]:
         return list(map(self._page.__getitem__, rows))
 
     def slots(self, rows: Iterable[int]) -> list[int]:
-        """Bytes of each row's slot."""
         return list(map(self._slot.__getitem__, rows))
 
     def slot_bytes(self, rows: Iterable[int]) -> int:
-        """Bytes of the slots of these rows together."""
         return sum(map(self._slot.__getitem__, rows))
 
     def block_bytes(self, rows: Iterable[int]) -> int:
-        """Bytes of the blocks of these rows together."""
         return sum(map(self._nbytes.__getitem__, rows))
 
     def uses(self, rows: Iterable[int]) -> list[int]:
@@ -340,14 +315,10 @@ class Ledger:
         return self._state[row] == RESERVED
 
     def restore(self, columns: Mapping[str, npt.NDArray[Any]], keys: list[bytes]) -> None:
-        """Fills an empty ledger with sealed blocks, oldest first. 0.5 s a million blocks.
-
-        Columns: page, nbytes, slot, size, namespace, checksum. Raises ValueError if a key stands twice; the ledger
-        cannot be used then.
-        """
+        """Fills an empty ledger with sealed blocks, oldest first. 0.5 s a million blocks. Columns: page, nbytes, slot,
+        size, namespace, checksum. Raises ValueError if a key stands twice; the ledger cannot be used then."""
         assert not self.known and not self.reserved
-        n = len(keys)
-        if not n:
+        if not (n := len(keys)):
             return
         self._grow(max(0, n - len(self._free)))
         cut = len(self._free) - n
@@ -400,17 +371,14 @@ class Ledger:
         """Sealed rows whose slots lie in these pages."""
         page, sizes = np.frombuffer(self._page, np.uint32), np.frombuffer(self._size, np.uint8)
         mine = (page >= first_page) & (page < first_page + pages) & (sizes == size)
-        found: list[int] = np.flatnonzero(mine & (np.frombuffer(self._state, np.uint8) == SEALED)).tolist()
-        return found
+        return list(np.flatnonzero(mine & (np.frombuffer(self._state, np.uint8) == SEALED)).tolist())
 
     def snapshot(self) -> tuple[bytes, bytes, bytes]:
         """Copies of what `by_namespace` counts: 9 bytes a row, 1 ms at a million rows."""
         return self._state.tobytes(), self._namespace.tobytes(), self._nbytes.tobytes()
 
     def rows_of_namespace(self, namespace: int, most: int) -> list[int]:
-        """Up to `most` sealed rows of a namespace."""
-        found: list[int] = np.flatnonzero(self._sealed_of(namespace))[:most].tolist()
-        return found
+        return list(np.flatnonzero(self._sealed_of(namespace))[:most].tolist())
 
     def handles(self) -> set[int]:
         """Handles of all namespaces that hold a row, sealed or not."""

@@ -39,10 +39,7 @@ class Namespace:
 
     def extents(self, resolved: tuple[int, int, int, int, int]) -> Extents:
         """Sizes of a range given with both ends; of its layers' offsets only the first layer's, so that any range costs
-        the same few bytes.
-
-        Raises Invalid outside the layout. Cached: hashing a layout costs more than a call.
-        """
+        the same few bytes. Raises Invalid outside the layout. Cached: hashing a layout costs more than a call."""
         found = self._geometries.get(resolved)
         if found is None:
             group, layer_lo, layer_hi, head_lo, head_hi = resolved
@@ -56,13 +53,10 @@ class Namespace:
 
 class Namespaces:
     """Registry by handle. `in_use`: handles that hold blocks; `purge` removes what came under a forgotten namespace.
-
-    Both are called without the registry's lock, and only when all places are taken.
-    """
+    Both are called without the registry's lock, and only when all places are taken."""
 
     def __init__(self, in_use: Callable[[], set[int]], purge: Callable[[Namespace], int]) -> None:
-        self._in_use = in_use
-        self._purge = purge
+        self._in_use, self._purge = in_use, purge
         self._lock = threading.Lock()
         self._by_handle: dict[int, Namespace] = {}
         self._by_digest: dict[bytes, Namespace] = {}
@@ -86,8 +80,9 @@ class Namespaces:
                 spare = next((ns for handle, ns in self._by_handle.items() if handle not in busy), None)
                 if spare is None:
                     raise Full(f"{MAX_NAMESPACES} namespaces hold blocks; drop some before registering another")
-                spare.crowded = True
-                spare.dropped = True  # what is reserved under it from now on is refused, and never sealed
+                spare.crowded = spare.dropped = (
+                    True  # what is reserved under it from now on is refused, and never sealed
+                )
                 del self._by_handle[spare.handle], self._by_digest[spare.digest]
             made = Namespace(self._next, digest, tenant, description, description.digest)
             self._next += 1
@@ -104,8 +99,7 @@ class Namespaces:
         return found
 
     def drop(self, namespace: Namespace) -> None:
-        """Forgets a namespace: its handle is void and what is reserved under it can no longer be sealed. Its blocks are
-        the store's business."""
+        """Makes its handle void; what is reserved under it cannot be sealed. Its blocks are the store's business."""
         with self._lock:
             namespace.dropped = True
             # else it is gone, and its digest may name a new one
@@ -138,30 +132,21 @@ class Namespaces:
             assert {ns.handle: ns for ns in self._by_digest.values()} == self._by_handle
             assert all(digest == ns.digest and not ns.dropped for digest, ns in self._by_digest.items())
             assert len(self._by_handle) <= MAX_NAMESPACES
-            assert holding <= set(self._by_handle), (
-                f"blocks under void handles {sorted(holding - set(self._by_handle))[:10]}"
-            )
+            void = holding - self._by_handle.keys()
+            assert not void, f"blocks under void handles {sorted(void)[:10]}"
 
     def explain(self, raw: bytes, tenant: str) -> tuple[list[str], bytes]:
-        """How the nearest namespace of the model that holds blocks differs: lines and its description digest.
-
-        No lines and a digest: this one holds blocks itself. No lines and b"": none of this model and tenant does.
-        """
+        """How the nearest namespace of the model that holds blocks differs: lines and its description digest. No lines
+        and a digest: this one holds blocks itself. No lines and b"": none of this model and tenant does."""
         live = parse_description(raw)
         holding = self._in_use()
-        nearest: tuple[int, list[str], bytes] | None = None
-        same_model = [
-            ns
-            for ns in self.all()
-            if ns.tenant == tenant and ns.description.model == live.model and ns.handle in holding
-        ]
+        mine = [ns for ns in self.all() if ns.tenant == tenant and ns.handle in holding]
+        same_model = [ns for ns in mine if ns.description.model == live.model]
         if any(ns.description_digest == live.digest for ns in same_model):
             return [], live.digest
-        for namespace in same_model[-_MAX_EXPLAINED:]:
-            lines = [str(difference) for difference in diff(namespace.description, live)]
-            if nearest is None or len(lines) < nearest[0]:
-                nearest = (len(lines), lines, namespace.description_digest)
-        return ([], b"") if nearest is None else (nearest[1], nearest[2])
+        differ = ((list(map(str, diff(ns.description, live))), ns) for ns in same_model[-_MAX_EXPLAINED:])
+        lines, nearest = min(differ, key=lambda found: len(found[0]), default=([], None))
+        return lines, b"" if nearest is None else nearest.description_digest
 
 
 def check_hashes(raw: bytes, nbytes: int, most: int) -> int:

@@ -58,10 +58,7 @@ class Lower(Protocol):
 
 
 class Store:
-    """All blocks of a daemon.
-
-    poison   fill freed slots with 0x7F (tests): who reads a slot after its end sees NaN codes, not plausible bytes
-    """
+    """All blocks of a daemon. `poison`: fill freed slots with 0x7F (tests): who reads one too late sees NaN codes."""
 
     def __init__(self, arena: Arena, *, poison: bool = False) -> None:
         self.arena = arena
@@ -86,8 +83,6 @@ class Store:
         with self._lock:
             return Account(self._tenants.setdefault(tenant, Tenant(tenant)), own=own)
 
-    # -- writers
-
     def reserve(
         self,
         account: Account,
@@ -98,16 +93,13 @@ class Store:
         hashes: list[bytes],
     ) -> tuple[Reservation, list[int]]:
         """Takes a slot for every key that is not sealed yet, or none. Returns the reservation, and an offset or PRESENT
-        a key.
-
-        Writes header and padding. Raises Full at once (arena, session or tenant), Invalid for a block no slab can hold.
-        """
+        a key. Writes header and padding. Raises Full at once (arena, session or tenant), Invalid for a block no slab
+        can hold."""
         extents = namespace.extents(resolved)
         slot = extents.slot_bytes
-        reservation = Reservation(
-            namespace, extents.block_bytes, [None] * len(keys), [0] * len(keys), [b""] * len(keys)
-        )
-        offsets = [PRESENT] * len(keys)
+        n = len(keys)
+        reservation = Reservation(namespace, extents.block_bytes, [None] * n, [0] * n, [b""] * n)
+        offsets = [PRESENT] * n
         with self._lock:
             if namespace.dropped:
                 raise Stale("this namespace was dropped: register the description again")
@@ -116,13 +108,15 @@ class Store:
             if not fresh:
                 return reservation, offsets
             self._check_caps(account, slot * len(fresh))
-            pages, rows = self._take(account, namespace, extents, keys, present)
+            pages, rows = self._take(namespace, extents, keys, present)
+            self._charge(account, slot * len(rows))
         for i, page, row in zip(fresh, pages, rows, strict=True):
             reservation.rows[i], reservation.pages[i], offsets[i] = row, page, page * SLOT_ALIGN
         try:
             nbytes = namespace.description.hashing.nbytes
             template = header_template(namespace.digest, resolved, context, extents, nbytes)
-            self._write_heads(reservation, fresh, template, keys, hashes, slot)
+            heads = headers(template, [keys[i] for i in fresh], [hashes[i] for i in fresh])
+            self._write_heads(reservation, fresh, heads.tobytes(), slot)
         except BaseException:  # nothing stays taken, whatever it is
             self.abort(account, reservation, fresh)
             raise
@@ -178,8 +172,6 @@ class Store:
         with self._lock:
             return self._undo(account, reservation, indices)
 
-    # -- readers
-
     def lookup(self, keys: list[bytes]) -> int:
         """How many leading keys are known in any tier. No side effects but counting."""
         return self.lookup_tiers(keys)[0]
@@ -216,9 +208,7 @@ class Store:
 
     def lease(self, account: Account, keys: list[bytes]) -> tuple[list[int], list[int], int]:
         """Leases the leading known blocks: (rows, offsets, why it stopped), one each per key. Never waits or promotes.
-
-        A leased slot never moves, goes or changes. A key given twice is leased once. The caps shorten it (Stop.CAP).
-        """
+        A leased slot never moves, goes or changes. A key given twice is leased once. The caps shorten it (Stop.CAP)."""
         ledger = self._ledger
         with self._lock:
             rows = ledger.find(keys)
@@ -251,10 +241,8 @@ class Store:
 
     def delete(self, keys: list[bytes]) -> int:
         """Forgets these blocks now; a leased one's slot is freed after its last lease. Returns how many were known.
-        Reservations stay.
-
-        Here, below, here again: a copy on its way down or up looks afterwards whether the block is still there.
-        """
+        Reservations stay. Here, below, here again: a copy on its way down or up looks afterwards whether the block is
+        still there."""
         known = self.forget(keys)
         if (lower := self.lower) is not None:
             known |= {key for key, here in zip(keys, lower.find(keys), strict=True) if here}
@@ -274,7 +262,6 @@ class Store:
         return self._ledger.checksums(rows)
 
     def learn_checksum(self, row: int, digest: int) -> None:
-        """Keeps the digest of a leased block."""
         self._ledger.set_checksums([row], [digest])
 
     # -- between the tiers. Down: hold -> copy out -> let_go. Up: make_place -> copy in -> finish_place. As lease and
@@ -292,11 +279,8 @@ class Store:
         """Leases those of these keys (each once) that are here, up to `most` bytes but one at least: {index: row}."""
         ledger = self._ledger
         with self._lock:
-            known = {
-                i: row for i, row in enumerate(ledger.find_each(keys)) if row is not None and row not in account.leased
-            }
-            found: dict[int, int] = {}
-            total = 0
+            mine, found, total = account.leased, dict[int, int](), 0
+            known = {i: row for i, row in enumerate(ledger.find_each(keys)) if row is not None and row not in mine}
             for (i, row), slot in zip(known.items(), ledger.slots(known.values()), strict=True):
                 if found and total + slot > most:
                     break
@@ -327,14 +311,14 @@ class Store:
         return self.arena.memory[page * SLOT_ALIGN : page * SLOT_ALIGN + slot], nbytes
 
     def make_place(self, account: Account, namespace: Namespace, extents: Extents, key: bytes) -> int | None:
-        """Takes a slot for a block from a lower tier: its row, None if it is here already. Raises Full, Invalid,
-        Stale."""
+        """Takes a slot for a block from below: its row, None if it is here already. Raises Full, Invalid, Stale."""
         with self._lock:
             if namespace.dropped:
                 raise Stale("this namespace was dropped")
             if self._ledger.find_each([key])[0] is not None:
                 return None
-            _, (row,) = self._take(account, namespace, extents, [key], [None], use=0)
+            _, (row,) = self._take(namespace, extents, [key], [None], use=0)
+            self._charge(account, extents.slot_bytes)
             account.reserved.add(row)
             return row
 
@@ -351,10 +335,7 @@ class Store:
             self._allocator.free([row])
             return False
 
-    # -- operators
-
     def belongs(self, key: bytes, namespace: Namespace) -> bool:
-        """Whether a known key's block is of this namespace."""
         with self._lock:
             row = self._ledger.find_each([key])[0]
             return row is not None and self._ledger.namespace(row) == namespace.handle
@@ -386,11 +367,9 @@ class Store:
         return by_namespace(*columns)
 
     def check_integrity(self, holders: Sequence[tuple[Account, dict[int, int], set[int]]] | None = None) -> None:
-        """Asserts that ledger, slabs and accounts agree with ground truth; slow. Holds the lock.
-
-        `holders` is what each session believes: (account, {row: leases}, reserved rows). If given, it must explain
-        every lease and reservation.
-        """
+        """Asserts that ledger, slabs and accounts agree with ground truth; slow. Holds the lock. `holders` is what each
+        session believes: (account, {row: leases}, reserved rows). If given, it must explain every lease and
+        reservation."""
         with self._lock:
             pages = self._ledger.check_integrity()
             self._slabs.check_integrity({page: self._ledger.place(row)[1] for page, row in pages.items()})
@@ -402,8 +381,7 @@ class Store:
             if holders is not None:
                 moving = [(mover, dict.fromkeys(mover.leased, 1), set(mover.reserved)) for mover in self._moving]
                 holders = [*holders, *moving]
-                leases: Counter[int] = Counter()
-                claimed: set[int] = set()
+                leases, claimed = Counter[int](), set[int]()
                 shares: dict[str, set[int]] = {name: set() for name in self._tenants}
                 for account, rows, waiting in holders:
                     leases.update(rows)
@@ -436,16 +414,9 @@ class Store:
         account.tenant.held += nbytes if fresh is None else fresh
 
     def _take(
-        self,
-        account: Account,
-        namespace: Namespace,
-        extents: Extents,
-        keys: Sequence[bytes],
-        present: Sequence[int | None],
-        use: int = 1,
+        self, namespace: Namespace, extents: Extents, keys: list[bytes], present: list[int | None], use: int = 1
     ) -> tuple[Sequence[int], list[int]]:
-        """Pages and reserved rows for the keys not present, charged to the account. Raises Full, Invalid: takes
-        nothing."""
+        """Pages and reserved rows for the keys not present, not charged yet. Raises Full, Invalid: takes nothing."""
         absent = [key for key, row in zip(keys, present, strict=True) if row is None]
         slot, ledger = extents.slot_bytes, self._ledger
         size = self._allocator.size_class(slot, len(absent))
@@ -456,7 +427,6 @@ class Store:
         except BaseException:
             self._allocator.give(pages)
             raise
-        self._charge(account, slot * len(rows))
         return pages, rows
 
     def _release(self, account: Account, rows: Sequence[int]) -> None:
@@ -506,8 +476,7 @@ class Store:
     def _close(
         self, account: Account, reservation: Reservation, indices: Sequence[int], closed: set[int] | None = None
     ) -> list[int]:
-        """Takes what is open among these entries out of reservation and accounts: its rows. Adds the entries to
-        `closed`."""
+        """Takes what is open among these entries out of reservation and accounts: its rows. Adds them to `closed`."""
         rows = []
         for i in indices:
             row = reservation.rows[i]
@@ -519,21 +488,12 @@ class Store:
         self._charge(account, -self._ledger.slot_bytes(rows))
         return rows
 
-    def _write_heads(
-        self,
-        made: Reservation,
-        entries: Sequence[int],
-        template: bytes,
-        keys: list[bytes],
-        hashes: list[bytes],
-        slot: int,
-    ) -> None:
+    def _write_heads(self, made: Reservation, entries: Sequence[int], heads: bytes, slot: int) -> None:
         """Header and padding of these entries' slots. Not under the lock: the slots are the caller's."""
-        rows = headers(template, [keys[i] for i in entries], [hashes[i] for i in entries]).tobytes()
         memory, nbytes, padding = self.arena.memory, made.nbytes, bytes(slot - made.nbytes)
-        for i, at in zip(entries, range(0, len(rows), HEADER_BYTES), strict=True):
+        for i, at in zip(entries, range(0, len(heads), HEADER_BYTES), strict=True):
             offset = made.pages[i] * SLOT_ALIGN
-            head = made.headers[i] = rows[at : at + HEADER_BYTES]
+            head = made.headers[i] = heads[at : at + HEADER_BYTES]
             memory[offset : offset + HEADER_BYTES] = head
             memory[offset + nbytes : offset + slot] = padding
 

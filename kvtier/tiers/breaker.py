@@ -22,8 +22,7 @@ class Breaker:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._failures = 0
-        self._trials = 0
+        self._failures = self._trials = 0
         self._not_before = 0.0
         self.state = CLOSED
         self.opened_total = 0
@@ -31,7 +30,6 @@ class Breaker:
 
     @property
     def closed(self) -> bool:
-        """Whether calls may go."""
         return self.state == CLOSED
 
     def good(self) -> bool:

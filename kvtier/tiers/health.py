@@ -1,5 +1,4 @@
-"""Which kinds of calls to a tier's medium fail now: one gauge, one log line when it begins and one when it is over,
-pauses in between.
+"""Which kinds of calls to a tier's medium fail now: one gauge, a log line at beginning and end, pauses in between.
 
 A tier is degraded while any kind fails. `write` faults also pause writing, 1 s at first and 30 s at most, so that a
 broken disk costs one try and not one a block. Not thread-safe: the tier holds its lock.
@@ -12,7 +11,6 @@ import time
 
 PAUSE = (1.0, 30.0)  # seconds: first and longest
 WRITE, READ, SPACE, INDEX = "write", "read", "space", "index"
-
 log = logging.getLogger(__name__)
 
 
@@ -20,15 +18,13 @@ class Health:
     """Of the tier called `name`. pause: seconds, first and longest."""
 
     def __init__(self, name: str, pause: tuple[float, float] | None = None) -> None:
-        self._name = name
-        self._pause = pause or PAUSE
+        self._name, self._pause = name, pause or PAUSE
         self._faults: dict[str, str] = {}
         self._failures: dict[str, int] = {}
         self._not_before: dict[str, float] = {}
 
     @property
     def degraded(self) -> bool:
-        """Whether something fails."""
         return bool(self._faults)
 
     @property

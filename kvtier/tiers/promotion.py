@@ -7,6 +7,7 @@ the tier has forgotten it. Thread-safe; never holds its lock while a tier works.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -15,7 +16,6 @@ from collections.abc import Sequence
 
 from kvtier.errors import KvtierError, Lost, NotFound
 from kvtier.format.layout import Extents
-from kvtier.store.accounts import Account
 from kvtier.store.namespaces import Namespace
 from kvtier.store.store import Store
 from kvtier.tiers.tier import Tier, find_any
@@ -23,7 +23,6 @@ from kvtier.tiers.tier import Tier, find_any
 MAX_QUEUE = 16_384  # keys under way
 THREADS = 4
 PATIENCE = 5.0  # seconds that `close` waits for reads under way
-
 log = logging.getLogger(__name__)
 
 
@@ -33,7 +32,7 @@ class Promoter:
     def __init__(self, store: Store, tiers: Sequence[Tier], threads: int = THREADS) -> None:
         self._store = store
         self._tiers = list(tiers)
-        self._accounts: dict[str, Account] = {}  # by tenant
+        self._mover = functools.cache(store.mover)  # by tenant
         self._wake = threading.Condition(threading.Lock())
         self._queue: deque[tuple[bytes, Namespace, Extents]] = deque()
         self._under_way: set[bytes] = set()
@@ -68,15 +67,11 @@ class Promoter:
             self._wake.wait_for(lambda: self._under_way.isdisjoint(keys), max(0.0, until - time.monotonic()))
 
     def alive(self) -> bool:
-        """Whether all threads run."""
         return all(thread.is_alive() for thread in self._threads)
 
     def gauges(self) -> dict[str, int]:
-        """Numbers for operators."""
-        with self._wake:
-            under_way = len(self._under_way)
         return {
-            "promoting_blocks": under_way,
+            "promoting_blocks": len(self._under_way),
             "promoted_blocks_total": self.promoted_blocks,
             "promoted_bytes_total": self.promoted_bytes,
             "promotion_lost_blocks_total": self.lost_blocks,
@@ -113,10 +108,9 @@ class Promoter:
                 self._wake.notify_all()
 
     def _promote(self, key: bytes, namespace: Namespace, extents: Extents) -> None:
-        movers = self._store
-        mover = self._mover(namespace.tenant)
+        store, mover = self._store, self._mover(namespace.tenant)
         try:
-            row = movers.make_place(mover, namespace, extents, key)
+            row = store.make_place(mover, namespace, extents, key)
         except KvtierError:
             self._count("refused_blocks")  # everything is in use: a miss
             return
@@ -125,21 +119,14 @@ class Promoter:
         checksum: int | None = None
         source: Tier | None = None
         try:
-            checksum, source = self._read(key, movers.slot_of(row)[0], extents.block_bytes)
+            checksum, source = self._read(key, store.slot_of(row)[0], extents.block_bytes)
         finally:
-            visible = movers.finish_place(mover, namespace, row, checksum)
+            visible = store.finish_place(mover, namespace, row, checksum)
         if source is not None and not source.find([key])[0]:
-            self._store.forget([key])  # deleted while it was read
+            store.forget([key])  # deleted while it was read
         elif visible:
             self._count("promoted_blocks")
             self._count("promoted_bytes", extents.block_bytes)
-
-    def _mover(self, tenant: str) -> Account:
-        with self._wake:
-            mover = self._accounts.get(tenant)
-            if mover is None:
-                mover = self._accounts[tenant] = self._store.mover(tenant)
-            return mover
 
     def _read(self, key: bytes, slot: memoryview, nbytes: int) -> tuple[int | None, Tier | None]:
         """The block from the first tier that has it whole: its checksum and that tier; None if none does."""

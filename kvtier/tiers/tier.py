@@ -1,5 +1,4 @@
-"""Lower tiers: what they must do, and no more. A tier keeps whole blocks, byte for byte as they stand in the arena, and
-may fail at any time.
+"""What a lower tier must do. It keeps whole blocks, byte for byte as they stand in the arena, and may fail at any time.
 
 Failure is a miss. `write` and `read` may block on a disk or a network within the deadline they are given; they raise
 OSError, Lost or Unavailable and the caller counts it. Tiers never encode, never merge and never call upwards. All
@@ -42,11 +41,9 @@ class Tier(Protocol):
     name: str
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
-        """For each key whether the block is here, as far as is known without waiting. Does not modify, does no I/O.
-
-        A tier that would have to ask over a network asks in the background; `unsure` is true of such keys until the
-        answer is there.
-        """
+        """For each key whether the block is here, as far as is known without waiting. Does not modify, does no I/O. A
+        tier that would have to ask over a network asks in the background; `unsure` is true of such keys until the
+        answer is there."""
 
     def unsure(self, keys: Sequence[bytes]) -> list[bool]:
         """For each key whether `find` may say more in some milliseconds. Always false where a tier knows what it holds.
@@ -56,11 +53,8 @@ class Tier(Protocol):
         """Keeps blocks, evicting by its own rules. For each whether it is here now; no after a fault. Blocks on I/O."""
 
     def read(self, key: bytes, slot: memoryview, nbytes: int) -> int:
-        """Reads a block of `nbytes` into `slot` and returns its checksum, verified. Blocks on I/O.
-
-        Raises NotFound if it is not here, Lost if it is not whole (it is forgotten then), Unavailable for a fault that
-        may pass.
-        """
+        """Reads a block of `nbytes` into `slot` and returns its checksum, verified. Blocks on I/O. Raises NotFound if
+        it is not here, Lost if it is not whole (it is forgotten then), Unavailable for a fault that may pass."""
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """Forgets these blocks; returns how many were known."""

@@ -1,7 +1,6 @@
 """All that lies below the arena, as the verbs see it: which keys are known there, write-behind, promotion, forgetting.
 
-Built by the daemon where a lower tier is configured; without one the store has no `lower` and every cold answer is a
-miss.
+Built where a lower tier is configured; without one the store has no `lower` and every cold answer is a miss.
 """
 
 from __future__ import annotations
@@ -34,23 +33,19 @@ class Tiering:
         store.lower = self
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
-        """For each key whether any lower tier has it. No I/O."""
         return find_any(self.tiers, keys)
 
     def unsure(self, keys: Sequence[bytes]) -> list[bool]:
-        """For each key whether some lower tier is finding out. No I/O."""
         found = [False] * len(keys)
         for tier in self.tiers:
             found = [a or b for a, b in zip(found, tier.unsure(keys), strict=True)]
         return found
 
     def offer(self, keys: Sequence[bytes], namespace: Namespace) -> None:
-        """These blocks were sealed."""
         for queue in self._write_behinds:
             queue.offer(keys, namespace)
 
     def offer_again(self, keys: Sequence[bytes], handle: int, tenant: str) -> None:
-        """These blocks were used for the second time: they are offered where they are not yet."""
         try:
             namespace = self._store.namespaces.get(handle, tenant)
         except Stale:
@@ -63,10 +58,6 @@ class Tiering:
         """Waits until each working tier (if none: every tier) has these: the leading ones that all of these have."""
         working = [queue for tier, queue in zip(self.tiers, self._write_behinds, strict=True) if not tier.fault()]
         return min(queue.flush(keys, namespace, until) for queue in working or self._write_behinds)
-
-    def prefetch(self, keys: Sequence[bytes], namespace: Namespace, extents: Extents) -> int:
-        """Starts promotion of what is cold: how many are under way."""
-        return self.promoter.start(keys, namespace, extents)
 
     def bring_up(self, keys: Sequence[bytes], namespace: Namespace, extents: Extents, until: float) -> None:
         """Promotes what is cold and waits for it, until `until` at most; not at all while `MAX_WAITING` others do: a
@@ -83,7 +74,6 @@ class Tiering:
                 self._waiting.release()
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        """Forgets these blocks everywhere below."""
         for tier in self.tiers:
             tier.delete(keys)
 
@@ -92,11 +82,9 @@ class Tiering:
         return max((tier.drop(namespace) for tier in self.tiers), default=0)
 
     def handles(self) -> set[int]:
-        """Namespaces that hold blocks below."""
         return set().union(*(tier.handles() for tier in self.tiers))
 
     def alive(self) -> bool:
-        """Whether all threads run."""
         return self.promoter.alive() and all(queue.alive() for queue in self._write_behinds)
 
     def gauges(self) -> dict[str, int]:
@@ -110,11 +98,9 @@ class Tiering:
         return merged
 
     def faults(self) -> dict[str, str]:
-        """What is wrong with each tier, in words; "" if nothing is."""
         return {f"{tier.name}_fault": tier.fault() for tier in self.tiers}
 
     def check_integrity(self) -> None:
-        """Asserts that each tier agrees with itself; slow."""
         for tier in self.tiers:
             tier.check_integrity()
 

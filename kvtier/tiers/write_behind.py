@@ -8,6 +8,7 @@ sixteenth of the arena is held, only while the tier writes. Thread-safe; never h
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -18,7 +19,6 @@ from dataclasses import dataclass
 from kvtier.errors import KvtierError, Lost
 from kvtier.format.block import digest, verify
 from kvtier.store import eviction
-from kvtier.store.accounts import Account
 from kvtier.store.namespaces import Namespace
 from kvtier.store.store import Store
 from kvtier.tiers.tier import Outgoing, Tier
@@ -29,7 +29,6 @@ ARENA_SHARE = 16  # and at most one part in 16 of the arena
 _DAY = 86_400.0
 _AGAIN = (0.02, 1.0)  # seconds until a flush offers again what the tier refused: first and longest
 Entry = tuple[bytes, Namespace]
-
 log = logging.getLogger(__name__)
 
 
@@ -63,7 +62,6 @@ class Budget:
         return min(burst, 1.0 - today, 1.0)
 
     def spend(self, nbytes: int, now: float) -> None:
-        """These bytes are written."""
         if self._at is None or now - self._day_began >= _DAY:
             self._day_began, self._today = now, 0
         self._today += nbytes
@@ -75,18 +73,16 @@ class WriteBehind:
     """One store's queue of blocks to be written to one tier. `close` writes for at most `drain` seconds more."""
 
     def __init__(self, store: Store, tier: Tier, budget: Budget | None = None) -> None:
-        self._store = store
-        self._tier = tier
+        self._store, self._tier = store, tier
         self._budget = budget or Budget()
         self._batch_bytes = min(BATCH_BYTES, store.capacity // ARENA_SHARE)
-        self._accounts: dict[str, Account] = {}  # by tenant
+        self._mover = functools.cache(store.mover)  # by tenant
         self._wake = threading.Condition(threading.Lock())
         self._queue: OrderedDict[bytes, Namespace] = OrderedDict()
         self._busy: set[bytes] = set()
         self._asked: set[bytes] = set()  # in the queue or busy, by `flush`
         self._batches = 0  # that were tried
-        self._stop = False
-        self._drain_until = 0.0
+        self._stop, self._drain_until = False, 0.0
         self.settled_blocks = self.settled_bytes = self.dropped_blocks = self.refused_blocks = self.spoiled_blocks = 0
         self._thread = threading.Thread(target=self._run, name="write-behind", daemon=True)
         self._thread.start()
@@ -111,18 +107,20 @@ class WriteBehind:
             known = [key for key, warm in zip(missing, self._store.lookup_each(missing), strict=True) if warm]
             if not known or time.monotonic() >= until or self._stop or not self.alive():
                 return here.index(False) if missing else len(here)
-            self._ask_for(known, namespace, until, batches)
+            with self._wake:
+                if self._batches != batches:
+                    continue
+                self._put_first(known, namespace)
+                self._wake.wait_for(functools.partial(self._done, known), until - time.monotonic())
             if not self._tier.find(known[:1])[0]:  # refused: not again at once
                 with self._wake:
                     self._wake.wait_for(lambda: self._stop, max(0.0, min(pause, until - time.monotonic())))
                 pause = min(longest, 2 * pause)
 
     def alive(self) -> bool:
-        """Whether the thread runs."""
         return self._thread.is_alive()
 
     def gauges(self) -> dict[str, int]:
-        """Numbers for operators."""
         with self._wake:
             queued = len(self._queue) + len(self._busy)
         return {
@@ -142,14 +140,6 @@ class WriteBehind:
             self._wake.notify_all()
         self._thread.join(drain + 1)
 
-    def _ask_for(self, keys: Sequence[bytes], namespace: Namespace, until: float, batches: int) -> None:
-        """Puts these first and waits until each was tried. Returns at once if more than so many batches were tried."""
-        with self._wake:
-            if self._batches != batches:
-                return
-            self._put_first(keys, namespace)
-            self._wake.wait_for(lambda: not self._waiting(keys), until - time.monotonic())
-
     # -- the queue, under its lock
 
     def _put_first(self, keys: Sequence[bytes], namespace: Namespace) -> None:
@@ -164,9 +154,9 @@ class WriteBehind:
             self.dropped_blocks += 1
         self._wake.notify_all()
 
-    def _waiting(self, keys: Sequence[bytes]) -> bool:
-        """Whether one of these is still to be written. The last is asked first: it is mostly the last."""
-        return keys[-1] in self._queue or any(key in self._busy or key in self._queue for key in keys)
+    def _done(self, keys: Sequence[bytes]) -> bool:
+        """Whether each of these was tried. The last is asked first: it is mostly the last."""
+        return keys[-1] not in self._queue and not any(key in self._busy or key in self._queue for key in keys)
 
     def _next(self) -> list[Entry] | None:
         """A batch, once there is one and the budget lets it be written; None at the end."""
@@ -192,8 +182,6 @@ class WriteBehind:
         self._queue.clear()
         self._asked.clear()
 
-    # -- the thread
-
     def _run(self) -> None:
         while (batch := self._next()) is not None:
             left: list[Entry] = []
@@ -215,19 +203,14 @@ class WriteBehind:
     def _write_part(self, batch: list[Entry]) -> list[Entry]:
         """Writes the blocks of one tenant, as many as fit a batch. Returns the rest, which is tried next."""
         tenant = batch[0][1].tenant
-        mover = self._accounts.get(tenant)
-        if mover is None:
-            mover = self._accounts[tenant] = self._store.mover(tenant)
+        mover = self._mover(tenant)
         mine = [entry for entry in batch if entry[1].tenant == tenant]
         rows = self._store.hold(mover, [key for key, _ in mine], self._batch_bytes)
         spoiled: set[int] = set()
-        gone: list[int] = []
         try:
-            going = [(row, *mine[i]) for i, row in rows.items() if self._admitted(mine[i][0], row)]
+            going = {row: mine[i] for i, row in rows.items() if self._admitted(mine[i][0], row)}
             outgoing = {
-                row: out
-                for row, key, namespace in going
-                if (out := self._outgoing(row, key, namespace, spoiled)) is not None
+                row: out for row, one in going.items() if (out := self._outgoing(row, *one, spoiled)) is not None
             }
             self._write(list(outgoing.values()))
         finally:

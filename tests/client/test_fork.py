@@ -21,9 +21,9 @@ lease = client.lease(ns, hashes(range(8))).__enter__()
 view = lease[3]
 
 def sockets():
-    names = [os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
-    links = [os.readlink(name) for name in names if os.path.exists(name)]
-    return [link for link in links if link.startswith("socket:")]
+    files = ["/proc/self/fd/" + name for name in os.listdir("/proc/self/fd")]
+    names = [os.readlink(file) for file in files if os.path.exists(file)]
+    return [name for name in names if name.startswith("socket:")]
 
 def child(work):
     read, write = os.pipe()

@@ -145,3 +145,12 @@ def test_every_module_of_the_core_has_tests_under_its_name() -> None:
             if not (ROOT / "tests" / name.parent / f"test_{path.name}").is_file():
                 missing.append(name.as_posix())
     assert not missing, f"modules without tests/<same path>/test_<module>.py: {missing}"
+
+
+MAX_LINES = 30_500
+
+
+def test_the_package_stays_small() -> None:
+    """Python of kvtier and its kernels, generated code left out."""
+    files = [path for package in packages() for path in package.glob("*.py")]
+    assert sum(len(path.read_text("utf-8").splitlines()) for path in files) <= MAX_LINES

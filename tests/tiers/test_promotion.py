@@ -21,7 +21,7 @@ def test_many_readers_of_one_cold_block_make_one_read(works: Works, tier: Counti
         threading.Thread(daemon=True, target=lambda: works.tiering.promoter.wait(keys, time.monotonic() + PATIENCE))
         for _ in range(64)
     ]
-    assert all(works.tiering.prefetch(keys, works.one.namespace, works.one.extents) == 1 for _ in range(64))
+    assert all(works.tiering.promoter.start(keys, works.one.namespace, works.one.extents) == 1 for _ in range(64))
     for reader in readers:
         reader.start()
     tier.flowing.set()
@@ -87,7 +87,7 @@ def test_nothing_comes_up_where_everything_is_in_use(works: Works) -> None:
 def test_what_is_forgotten_while_it_comes_up_stays_forgotten(when: str, works: Works, tier: Counting) -> None:
     works.chill(1)
     tier.flowing.clear()
-    works.tiering.prefetch(works.one.keys([1]), works.one.namespace, works.one.extents)
+    works.tiering.promoter.start(works.one.keys([1]), works.one.namespace, works.one.extents)
     assert tier.held.wait(PATIENCE)
     tier.held.clear()
     if when == "deleted":

@@ -18,7 +18,7 @@ from kvtier.errors import Lost, NotFound, Unavailable
 from kvtier.tiers.redis.location import make
 from kvtier.tiers.redis.redis import Redis
 from kvtier.tiers.ssd import index
-from kvtier.tiers.ssd.disk import DIRECT, Disk
+from kvtier.tiers.ssd.disk import DIRECT, DISK, Disk
 from kvtier.tiers.ssd.ssd import Ssd
 from kvtier.tiers.tier import Tier
 from tests.support.daemon import PATIENCE
@@ -41,7 +41,7 @@ class Buffered(Disk):
         return super().open(path, flags)
 
 
-def _ssd(path: Path, town: Town, disk: Disk | None = None) -> Ssd:
+def _ssd(path: Path, town: Town, disk: Disk = DISK) -> Ssd:
     return Ssd(path / "ssd", CAPACITY, town.register, disk=disk)
 
 

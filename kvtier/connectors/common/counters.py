@@ -25,10 +25,7 @@ COUNTERS: dict[str, tuple[str, str]] = {
     "save_known_blocks": ("Blocks that were stored already.", ""),
     "save_dropped_blocks": ("Blocks that were not stored, by reason.", "reason"),
     "quantize_seconds": ("Of the seconds spent on saving, those spent on quantizing (modes dual and expand).", ""),
-    "verbatim_blocks": (
-        "Engine blocks that were FP8 in their slot already and were saved as they are (mode dual).",
-        "",
-    ),
+    "verbatim_blocks": ("Engine blocks that were FP8 in their slot already, saved as they are (mode dual).", ""),
     "expand_blocks": ("Blocks that were dequantized on their way into the engine's cache (mode expand).", ""),
     "expand_bytes": ("Bytes of native elements that this wrote.", ""),
     "expand_seconds": ("Seconds that this took, on the device where there is one.", ""),

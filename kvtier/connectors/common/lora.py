@@ -37,10 +37,8 @@ class Adapters:
                 log.warning("kvtier: requests of the adapter at %s are not cached: %s", path, error)
                 known = (stamp, None)
         elif known[1] is not None and (known[0] != stamp or reloaded):
-            log.warning(
-                "kvtier: the adapter at %s was changed while the engine runs: its requests are not cached any more",
-                path,
-            )
+            said = "kvtier: the adapter at %s was changed while the engine runs: its requests are not cached any more"
+            log.warning(said, path)
             known = (stamp, None)
         if key in self._known or len(self._known) < MAX_ADAPTERS:
             self._known[key] = known
@@ -64,10 +62,7 @@ def _stamp(path: str) -> Any:
     """What changes when an adapter's files do."""
     try:
         with os.scandir(path) as entries:
-            return sorted(
-                (entry.name, info.st_size, info.st_mtime_ns, info.st_ctime_ns, info.st_ino)
-                for entry in entries
-                for info in [entry.stat()]
-            )
+            found = ((entry.name, entry.stat()) for entry in entries)
+            return sorted((name, st.st_size, st.st_mtime_ns, st.st_ctime_ns, st.st_ino) for name, st in found)
     except OSError:
         return None

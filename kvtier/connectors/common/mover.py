@@ -34,6 +34,8 @@ FLUSH_SECONDS = 2.0  # at the end
 BATCH_BYTES = 8 << 20  # reserved at once for saving
 MAX_QUEUED = 4096  # blocks that wait to be saved; more are dropped
 LOADERS = 2
+Count = Callable[[str, float, str], None]
+Stored = Callable[[int, int], None]
 log = logging.getLogger(__name__)
 
 
@@ -55,6 +57,11 @@ class Cache(Protocol):
 
     def read(self, ready: Any, entries: Sequence[Sequence[int]], bodies: Sequence[Body]) -> None:
         """Copies blocks into the engine blocks that are wanted, once `ready` has come. They are there on return."""
+
+
+def _call(part: Range, context: bytes) -> dict[str, Any]:
+    """Options of one call to the daemon."""
+    return {"range_": part, "context": context, "deadline": CALL_SECONDS}
 
 
 class _Stop(Exception):
@@ -99,21 +106,15 @@ class _SaveJob:
         return next((at for at in range(self.copied, self.limit) if not fence.isdisjoint(blocks[at])), None)
 
 
-class Mover:
-    """Threads over one client. `caches` and `ranges` are per group, None where this rank holds nothing. `count(name,
-    value, label)` is called from any thread, and `stored(id, n)` for each save: its leading blocks stored."""
+Held = tuple[Sequence[Cache | None], Sequence[Range | None]]  # per group, None where this rank holds nothing
 
-    def __init__(
-        self,
-        client: Client,
-        ns: RegisteredNamespace,
-        caches: Sequence[Cache | None],
-        ranges: Sequence[Range | None],
-        rate: int,
-        count: Callable[[str, float, str], None],
-        stored: Callable[[int, int], None],
-    ) -> None:
-        self._client, self._ns, self._caches, self._ranges = client, ns, caches, ranges
+
+class Mover:
+    """Threads over one client. `rate`: bytes a second that may be saved; 0: no limit. `count(name, value, label)` is
+    called from any thread, and `stored(id, n)` for each save: its leading blocks stored."""
+
+    def __init__(self, client: Client, ns: RegisteredNamespace, held: Held, rate: int, count: Count, stored: Stored):
+        self._client, self._ns, (self._caches, self._ranges) = client, ns, held
         self._rate, self._allowance, self._refilled = rate, 0.0, time.monotonic()
         self._count, self._stored = count, stored
         self._changed = threading.Condition()  # around `_saves`, told when one ends
@@ -133,10 +134,8 @@ class Mover:
     def load(self, loads: Sequence[Load], ready: Any = None) -> None:
         """Starts loads, and waits for those that the next step needs. `ready`: an event of the device after which what
         was in these blocks is not read any more."""
-        jobs = [
-            LoadJob(load, time.monotonic() + (SYNC_SECONDS if load.sync else LOAD_SECONDS), [0] * len(load.runs), ready)
-            for load in loads
-        ]
+        now, limit = time.monotonic(), {True: SYNC_SECONDS, False: LOAD_SECONDS}
+        jobs = [LoadJob(load, now + limit[load.sync], [0] * len(load.runs), ready) for load in loads]
         self._jobs |= {job.load.id: job for job in jobs}
         for job in jobs:
             if self.heartbeat.healthy:
@@ -188,9 +187,8 @@ class Mover:
                 job.done[number] = len(run.hashes)
                 continue
             while (at := job.done[number]) < len(run.hashes):
-                with self._client.lease(
-                    self._ns, run.hashes[at:], range_=part, context=job.load.context, deadline=CALL_SECONDS
-                ) as blocks:
+                call = _call(part, job.load.context)
+                with self._client.lease(self._ns, run.hashes[at:], **call) as blocks:
                     views, entry = iter(blocks), at
                     while batch := list(islice(views, cache.batch)):
                         with job.lock:
@@ -234,9 +232,9 @@ class Mover:
         """These engine blocks get new owners now. A save that copies them may end within `FENCE_SECONDS`."""
         until = time.monotonic() + FENCE_SECONDS
         with self._changed:
-            while time.monotonic() < until and any(
-                job.began and job.first_in(blocks) is not None for job in self._saves
-            ):
+            while any(job.began and job.first_in(blocks) is not None for job in self._saves):
+                if time.monotonic() >= until:
+                    break
                 self._changed.wait(0.001)
             jobs = list(self._saves)
         with self._copying:
@@ -281,9 +279,7 @@ class Mover:
         assert part is not None
         try:
             hashes = run.hashes[first : first + n]
-            with self._client.fill(
-                self._ns, hashes, range_=part, context=job.save.context, deadline=CALL_SECONDS
-            ) as slots:
+            with self._client.fill(self._ns, hashes, **_call(part, job.save.context)) as slots:
                 if slots.error:
                     job.reason = label(slots)
                     self.heartbeat.judge(slots)
@@ -299,12 +295,9 @@ class Mover:
         if slots.sealed < n:
             job.reason = label(slots)
         self._allowance -= stored * cache.extents.body_bytes
-        for name, value in (
-            ("save_blocks", stored),
-            ("save_known_blocks", slots.sealed - stored),
-            ("clipped_codes", clipped),
-        ):
-            self._count(name, value, "")
+        self._count("save_blocks", stored, "")
+        self._count("save_known_blocks", slots.sealed - stored, "")
+        self._count("clipped_codes", clipped, "")
         self._count("save_bytes", stored * cache.extents.body_bytes, "")
         return slots.sealed
 

@@ -46,9 +46,8 @@ class ObjectForm:
 
     @property
     def digest(self) -> str:
-        return blake2b(
-            canonical_json([[dtype, *shape] for dtype, shape in self.tensors]), digest_size=32, person=_PERSON_FORM
-        ).hexdigest()
+        whole = canonical_json([[dtype, *shape] for dtype, shape in self.tensors])
+        return blake2b(whole, digest_size=32, person=_PERSON_FORM).hexdigest()
 
 
 def form_of(shapes: Sequence[Any], dtypes: Sequence[Any]) -> ObjectForm:
@@ -58,12 +57,9 @@ def form_of(shapes: Sequence[Any], dtypes: Sequence[Any]) -> ObjectForm:
 
 @lru_cache(maxsize=1024)  # the objects of a task are alike
 def _form(shapes: tuple[Any, ...], dtypes: tuple[Any, ...]) -> ObjectForm:
-    tensors = tuple(
-        (str(dtype).removeprefix("torch."), tuple(map(int, shape))) for shape, dtype in zip(shapes, dtypes, strict=True)
-    )
-    return ObjectForm(
-        tensors, sum(math.prod(shape) * dtype.itemsize for (_, shape), dtype in zip(tensors, dtypes, strict=True))
-    )
+    pairs = [(tuple(map(int, shape)), dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    tensors = tuple((str(dtype).removeprefix("torch."), shape) for shape, dtype in pairs)
+    return ObjectForm(tensors, sum(math.prod(shape) * dtype.itemsize for shape, dtype in pairs))
 
 
 def form_of_object(found: Any) -> ObjectForm:
@@ -90,28 +86,18 @@ class Space:
         self.slot_bytes = sum(self.registered.extents(part).slot_bytes for part in self.ranges)
 
     def describe(self, base: Description, form: ObjectForm, pieces: Sequence[int]) -> Description:
-        """The description, given how long each piece is: of the base what still holds, and the whole base by its
-        digest.
-
-        An opaque layout has no static scales, so they stand among the settings, where a difference can be read.
-        Another engine's objects override this.
-        """
-        base_digest = base.digest.hex()
-        return replace(
-            base,
-            layout=opaque_layout(pieces, form.digest),
-            hashing=HashScheme(ALGORITHM, base_digest, 1),
-            scales={},
-            rope={**base.rope, **readable(base.scales), "lmcache.description": base_digest},
-            backend="LMCache object",
-            physical=form.text,
-        )
+        """The description, given how long each piece is; another engine's objects override this."""
+        digest, hashing = base.digest.hex(), HashScheme(ALGORITHM, base.digest.hex(), 1)
+        opaque = opaque_bytes(base, pieces, form.digest, {"lmcache.description": digest})
+        return replace(opaque, hashing=hashing, backend="LMCache object", physical=form.text)
 
 
-def opaque_layout(pieces: Sequence[int], digest: str) -> Layout:
-    """One group of opaque bytes with a layer for each piece."""
+def opaque_bytes(base: Description, pieces: Sequence[int], digest: str, more: Mapping[str, str | int]) -> Description:
+    """Of the base what still holds for opaque bytes: one group of them, with a layer for each piece. Such a layout has
+    no static scales, so they stand among the settings, where a difference can be read, as does what is `more`."""
     layers = tuple(Layer(at, (Part("bytes", nbytes, "u8"),)) for at, nbytes in enumerate(pieces))
-    return Layout((Group("opaque", 1, 1, layers, digest=digest),))
+    layout = Layout((Group("opaque", 1, 1, layers, digest=digest),))
+    return replace(base, layout=layout, scales={}, rope={**base.rope, **readable(base.scales), **more})
 
 
 def readable(scales: Mapping[str, str]) -> dict[str, str]:
@@ -128,12 +114,8 @@ def readable(scales: Mapping[str, str]) -> dict[str, str]:
 def content_hash(key: Any) -> bytes:
     """32 bytes for all of an object key but its salt."""
     hasher = blake2b(digest_size=32, person=_PERSON_OBJECT)
-    for value in (
-        key.model_name.encode("utf-8", "surrogatepass"),
-        str(key.kv_rank).encode(),
-        str(key.object_group_id).encode(),
-        key.chunk_hash,
-    ):
+    model, rank, group = key.model_name.encode("utf-8", "surrogatepass"), str(key.kv_rank), str(key.object_group_id)
+    for value in (model, rank.encode(), group.encode(), key.chunk_hash):
         hasher.update(struct.pack("<Q", len(value)) + value)
     return hasher.digest()
 

@@ -22,16 +22,9 @@ import numpy as np
 from kvtier.client.answers import Body, Lease
 from kvtier.client.api import Client
 from kvtier.client.copier import copy
+from kvtier.connectors.common import object_naming as naming
 from kvtier.connectors.common.lookups import Heartbeat, label
-from kvtier.connectors.common.object_naming import (
-    MIN_HASH_BYTES,
-    ObjectForm,
-    Space,
-    Spaces,
-    content_hash,
-    context_of,
-    form_of_object,
-)
+from kvtier.connectors.common.object_naming import ObjectForm, Space, Spaces
 from kvtier.errors import Invalid, KvtierError
 from kvtier.format.layout import Range
 from kvtier.protocol.stops import Stop
@@ -60,7 +53,7 @@ class Item:
     @cached_property
     def hash(self) -> bytes:
         """Its content hash; what is copied out of a hold does without."""
-        return content_hash(self.key)
+        return naming.content_hash(self.key)
 
 
 Bundle = tuple[Space, bytes, list[Item]]  # items of one namespace and request context
@@ -70,8 +63,7 @@ class ObjectTransfer:
     """A session with the daemon at `socket`."""
 
     def __init__(self, socket: str, spaces: Spaces, count: Callable[[str, int], None], name: str = "lmcache") -> None:
-        self._client = Client(f"unix:{socket}")
-        self._spaces, self._count = spaces, count
+        self._client, self._spaces, self._count = Client(f"unix:{socket}"), spaces, count
         self._spent: deque[Lease] = deque()  # of loads, copied out of and not released yet
         self._arena = 0  # bytes; 0: not known
         self.closing = threading.Event()
@@ -120,7 +112,7 @@ class ObjectTransfer:
         found: dict[tuple[int, bytes], Bundle] = {}
         for at, (key, form) in enumerate(zip(keys, forms, strict=True)):
             space = self._spaces.find(key.model_name, form) if isinstance(form, ObjectForm) else form
-            if space is None or len(key.chunk_hash) < MIN_HASH_BYTES:
+            if space is None or len(key.chunk_hash) < naming.MIN_HASH_BYTES:
                 continue
             view = None
             if objects is not None:
@@ -128,7 +120,7 @@ class ObjectTransfer:
                 if view.size != space.nbytes:
                     self._count("wrong_size_objects", 1)
                     continue
-            context = context_of(key.cache_salt)
+            context = naming.context_of(key.cache_salt)
             found.setdefault((id(space), context), (space, context, []))[2].append(Item(at, key, view))
         for space, _, _ in found.values():
             self.introduce(space)
@@ -149,7 +141,7 @@ class ObjectTransfer:
 
     def bundles_of(self, keys: Sequence[Any], objects: Sequence[Any]) -> list[Bundle]:
         """The same for keys that come with their objects."""
-        return self.bundles(keys, [form_of_object(one) for one in objects], objects)
+        return self.bundles(keys, [naming.form_of_object(one) for one in objects], objects)
 
     # -- store
 
@@ -185,17 +177,12 @@ class ObjectTransfer:
         got, why = len(items), ""
         for part, (low, high) in zip(space.ranges, space.cuts, strict=True):
             hashes = b"".join(item.hash for item in items[:got])
-            with self._client.fill(
-                space.registered, hashes, range_=part, context=context, deadline=CALL_SECONDS
-            ) as slots:
+            with self._client.fill(space.registered, hashes, **_call(part, context)) as slots:
                 if slots.error:
                     self.heartbeat.judge(slots)
                     return 0, label(slots)
-                pairs = [
-                    (slot, item.view[low:high])
-                    for slot, item in zip(slots, items, strict=False)
-                    if slot is not None and item.view is not None
-                ]
+                given = [(slot, item.view) for slot, item in zip(slots, items, strict=False)]
+                pairs = [(slot, view[low:high]) for slot, view in given if slot is not None and view is not None]
                 copy(pairs)
                 for slot, _ in pairs:
                     slot[high - low :] = 0
@@ -247,9 +234,7 @@ class ObjectTransfer:
         leases: list[Lease] = []
         held, stop = min(len(hashes), most), 0
         for part in space.ranges if held else ():
-            lease = self._client.lease(
-                space.registered, b"".join(hashes[:held]), range_=part, context=context, deadline=CALL_SECONDS
-            )
+            lease = self._client.lease(space.registered, b"".join(hashes[:held]), **_call(part, context))
             leases.append(lease.__enter__())
             if len(lease) == held:
                 continue
@@ -259,10 +244,10 @@ class ObjectTransfer:
                 return [], 0, None
             if stop == Stop.COLD:
                 self._fetch(space, context, hashes[held:])
-        if not held:
-            self.release(leases)
-            return [], 0, stop
-        return leases, held, stop
+        if held:
+            return leases, held, stop
+        self.release(leases)
+        return [], 0, stop
 
     def release(self, leases: Iterable[Lease]) -> None:
         """Ends leases."""
@@ -273,9 +258,7 @@ class ObjectTransfer:
         """Starts promoting the next cold blocks."""
         ahead = b"".join(hashes[: max(1, FETCH_AHEAD // len(space.ranges))])
         for part in space.ranges:
-            self.heartbeat.judge(
-                self._client.prefetch(space.registered, ahead, range_=part, context=context, deadline=CALL_SECONDS)
-            )
+            self.heartbeat.judge(self._client.prefetch(space.registered, ahead, **_call(part, context)))
 
     # -- load
 
@@ -283,8 +266,7 @@ class ObjectTransfer:
         """Copies a bundle's items into their buffers, until that time: (those that are whole, those that are lost)."""
         space, context, left = bundle
         pause, size = PAUSE, self._batch(space)
-        good: list[Item] = []
-        lost: list[Item] = []
+        good, lost = list[Item](), list[Item]()
         while left and self.heartbeat.healthy and not self.closing.is_set() and time.monotonic() < until:
             got, short = self._read(space, context, left[:size])
             good += left[:got]
@@ -315,9 +297,7 @@ class ObjectTransfer:
         self.release_spent()
         for part, (low, high) in zip(space.ranges, space.cuts, strict=True):
             hashes = b"".join(item.hash for item in items[:got])
-            blocks = self._client.lease(
-                space.registered, hashes, range_=part, context=context, deadline=CALL_SECONDS
-            ).__enter__()
+            blocks = self._client.lease(space.registered, hashes, **_call(part, context)).__enter__()
             try:
                 pairs = zip(items, blocks, strict=False)
                 copy((item.view[low:high], body[: high - low]) for item, body in pairs if item.view is not None)
@@ -344,9 +324,10 @@ class ObjectTransfer:
         """Makes the daemon forget a bundle's items, for everyone. Whether it answered."""
         space, context, items = bundle
         hashes = b"".join(item.hash for item in items)
-        return all(
-            self.heartbeat.judge(
-                self._client.delete(space.registered, hashes, range_=part, context=context, deadline=CALL_SECONDS)
-            )
-            for part in space.ranges
-        )
+        answers = (self._client.delete(space.registered, hashes, **_call(part, context)) for part in space.ranges)
+        return all(map(self.heartbeat.judge, answers))
+
+
+def _call(part: Range, context: bytes) -> dict[str, Any]:
+    """Options of one call to the daemon."""
+    return {"range_": part, "context": context, "deadline": CALL_SECONDS}

@@ -27,8 +27,7 @@ _EXPONENT = {"bf16": 0x7F80, "fp16": 0x7C00}
 
 @dataclass(slots=True)
 class PartCache:
-    """One part of one layer. `cells`: uint8 [kernel blocks, heads, tokens, bytes], a view of the engine's. `scales`:
-    live and static."""
+    """A part of a layer. `cells`: uint8 [kernel blocks, heads, tokens, bytes], the engine's; `scales`: live, static."""
 
     part: Part
     cells: torch.Tensor
@@ -37,8 +36,7 @@ class PartCache:
 
 @dataclass(slots=True)
 class GroupCaches:
-    """One KV cache group on this rank. `shape` is what all its layers share, as the report has it; `ratio`: kernel
-    blocks in an engine block."""
+    """A KV cache group on this rank. `shape`: what all its layers share; `ratio`: kernel blocks in an engine block."""
 
     batch: ClassVar[int] = 1  # entries that one `read` takes
     shape: dict[str, Any]
@@ -49,16 +47,13 @@ class GroupCaches:
     gaps: bool = field(init=False, default=True)  # whether a body has padding between its parts
 
     def bind(self, extents: Extents) -> None:
-        """The place of each part in a block, once the namespace is known. Raises Invalid unless it fits these
-        caches."""
+        """The place of each part in a block, once the namespace is known. Raises Invalid unless it fits."""
         for (name, parts), places in zip(self.layers, extents.places, strict=True):
             for part, place in zip(parts, places, strict=True):
                 cell = part.cells[0].numel() * self.ratio * extents.group.engine_blocks
                 if place.data_bytes * extents.head_count != cell:
-                    raise Invalid(
-                        f"layer {name}: {cell} bytes of {part.part.name} do not fit {place.data_bytes} for each of "
-                        f"{extents.head_count} heads"
-                    )
+                    wanted = f"{place.data_bytes} for each of {extents.head_count} heads"
+                    raise Invalid(f"layer {name}: {cell} bytes of {part.part.name} do not fit {wanted}")
         self.extents, self.gaps = extents, extents.padded
 
     def write(self, ready: Any, blocks: Sequence[int], slot: Body) -> torch.Tensor:
@@ -78,7 +73,6 @@ class GroupCaches:
         return body
 
     def read(self, ready: Any, entries: Sequence[Sequence[int]], bodies: Sequence[Body]) -> None:
-        """`Cache.read`."""
         for blocks, body in zip(entries, bodies, strict=True):
             with _Stage(self, body, ready) as staged:
                 for target, cell in _pairs(self, blocks, staged):
@@ -122,8 +116,7 @@ def _copy(to: torch.Tensor, from_: torch.Tensor) -> None:
 
 
 class _Stage:
-    """A body on the engine's device: the slot itself, or a copy of it on a GPU, on a stream of its own that is done at
-    the exit."""
+    """A body on the engine's device: the slot itself, or a copy on a GPU, on a stream of its own, done at the exit."""
 
     def __init__(self, group: GroupCaches, body: Body, ready: Any) -> None:
         self._host, self._ready = body_tensor(body, group.extents), ready
@@ -153,15 +146,12 @@ def _pairs(
     for (_, parts), places in zip(group.layers, extents.places, strict=True):
         for part, place in zip(parts, places, strict=True):
             heads, tokens, nbytes = part.cells.shape[1:]
-            row, step = (
-                (tokens * nbytes, heads * tokens * nbytes)
-                if extents.group.kind == "opaque"
-                else (extents.head_stride, tokens * nbytes)
-            )
+            row, step = extents.head_stride, tokens * nbytes
+            if extents.group.kind == "opaque":
+                row, step = step, heads * step
             start = body.storage_offset() + place.data
             for position, block in enumerate(blocks):
                 for kernel in range(ratio) if block else ():
-                    target = body.as_strided(
-                        (heads, tokens, nbytes), (row, nbytes, 1), start + (position * ratio + kernel) * step
-                    )
+                    at = start + (position * ratio + kernel) * step
+                    target = body.as_strided((heads, tokens, nbytes), (row, nbytes, 1), at)
                     yield target, part.cells[block * ratio + kernel]

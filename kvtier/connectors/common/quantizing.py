@@ -39,10 +39,6 @@ _NOT_FINITE = {"bf16": 0x7F80, "fp16": 0x7C00}  # magnitudes from here on
 _TABLES = 128  # encoders kept, 64 KiB each: scales differ by powers of two, so a model needs a dozen
 
 
-def _ignore(name: str, value: float, label: str) -> None:
-    return
-
-
 @dataclass(slots=True)
 class QuantizedCaches(GroupCaches):
     """One KV cache group on this rank. `native`: the engine's number format. `paged`: K and V of each layer; with flags
@@ -51,20 +47,21 @@ class QuantizedCaches(GroupCaches):
     native: str = "bf16"
     in_place: bool = False
     paged: list[Paged] = field(default_factory=list)
-    count: Callable[[str, float, str], None] = _ignore
+    count: Callable[[str, float, str], None] = lambda name, value, label: None
 
     def bind(self, extents: Extents) -> None:
-        """`GroupCaches.bind`."""
         heads, group = extents.head_count, extents.group
         for (name, _), cache, places in zip(self.layers, self.paged, extents.places, strict=True):
             for plane, placed in zip(cache, (place.part for place in places), strict=True):
                 there = (plane.any.shape[1], plane.any.shape[2] * self.ratio * group.engine_blocks, plane.width, KIND)
-                if there != (heads, group.tokens, placed.width, placed.granularity):
-                    raise Invalid(
-                        f"layer {name}: a cache of {there} does not fit blocks of "
-                        f"{(heads, group.tokens, placed.width, placed.granularity)}"
-                    )
+                block = (heads, group.tokens, placed.width, placed.granularity)
+                if there != block:
+                    raise Invalid(f"layer {name}: a cache of {there} does not fit blocks of {block}")
         self.extents, self.gaps = extents, extents.padded
+
+    def look(self, written: Any) -> tuple[int, str]:
+        """`Cache.look`: scales are those of the largest magnitude, so nothing clips."""
+        return 0, written.layer
 
     def pages_of(self, block: int) -> range:
         """The kernel's pages of an engine block."""
@@ -82,14 +79,12 @@ class HostCaches(QuantizedCaches):
     """The caches of a CPU engine."""
 
     def bind(self, extents: Extents) -> None:
-        """`GroupCaches.bind`."""
         QuantizedCaches.bind(self, extents)
         self._planes = [[_Host(plane) for plane in cache] for cache in self.paged]
         flags = self.paged[0].flags
         self._flags = None if flags is None else flags.numpy()
 
     def write(self, ready: Any, blocks: Sequence[int], slot: Body) -> Written:
-        """`Cache.write`."""
         began, bad = time.perf_counter(), ""
         if self.gaps:
             slot.fill(0)
@@ -110,21 +105,14 @@ class HostCaches(QuantizedCaches):
         self.count("verbatim_blocks", sum(verbatim), "")
         return Written(bad)
 
-    def look(self, written: Any) -> tuple[int, str]:
-        """`Cache.look`: scales are those of the largest magnitude, so nothing clips."""
-        return 0, written.layer
-
     def read(self, ready: Any, entries: Sequence[Sequence[int]], bodies: Sequence[Body]) -> None:
-        """`Cache.read`."""
         began, size, expanded = time.perf_counter(), self.extents.group.engine_tokens, 0
         for blocks, body in zip(entries, bodies, strict=True):
             wanted = [(at, block) for at, block in enumerate(blocks) if block]
             for layer, planes in enumerate(self._planes):
                 for part, plane in enumerate(planes):
-                    codes, scales = (
-                        part_view(body, self.extents, layer, part),
-                        scale_view(body, self.extents, layer, part),
-                    )
+                    where = (body, self.extents, layer, part)
+                    codes, scales = part_view(*where), scale_view(*where)
                     for at, block in wanted:
                         one = codes[:, at * size : (at + 1) * size]
                         if self.in_place:
@@ -200,18 +188,10 @@ def _decode(codes: NDArray[np.uint8], scales: NDArray[np.float32], native: str) 
 
 
 def scale_of(top: int, native: str) -> np.float32:
-    """The scale for a largest finite magnitude, given as bits of the native format: `reference.scale_from_amax(...,
-    powers=True)`."""
-    amax = (
-        np.uint32(top << 16).view(np.float32)
-        if native == "bf16"
-        else np.uint16(top).view(np.float16).astype(np.float32)
-    )
-    scale = np.clip(
-        np.float32(amax * np.float32(reference.RECIPROCAL)),
-        np.float32(reference.MIN_SCALE),
-        np.float32(reference.MAX_SCALE),
-    )
+    """`reference.scale_from_amax(..., powers=True)` of the largest finite magnitude, given as bits of `native`."""
+    f32 = np.float32
+    amax = np.uint32(top << 16).view(f32) if native == "bf16" else np.uint16(top).view(np.float16).astype(f32)
+    scale = np.clip(f32(amax * f32(reference.RECIPROCAL)), f32(reference.MIN_SCALE), f32(reference.MAX_SCALE))
     return np.uint32((int(scale.view(np.uint32)) + 0x7FFFFF) & 0x7F800000).view(np.float32)
 
 

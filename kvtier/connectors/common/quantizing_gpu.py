@@ -41,7 +41,6 @@ class DeviceCaches(QuantizedCaches):
         self._plan, self._own = plan(extents, self.paged), threading.local()
 
     def write(self, ready: Any, blocks: Sequence[int], slot: Body) -> Written:
-        """`Cache.write`."""
         began = time.perf_counter()
         pages = torch.tensor([[page for block in blocks for page in self.pages_of(block)]])
         with self._stream(ready):
@@ -55,24 +54,19 @@ class DeviceCaches(QuantizedCaches):
         self.count("verbatim_blocks", int(flagged), "")
         return Written(self.layers[bad.index(True)][0] if any(bad) else "")
 
-    def look(self, written: Any) -> tuple[int, str]:
-        """`Cache.look`: scales are those of the largest magnitude, so nothing clips."""
-        return 0, written.layer
-
     def read(self, ready: Any, entries: Sequence[Sequence[int]], bodies: Sequence[Body]) -> None:
         """`Cache.read`, at most `batch` entries."""
-        pages = torch.tensor(
-            [[page if block else -1 for block in blocks for page in self.pages_of(block)] for blocks in entries]
-        )
+        wanted = [[page if block else -1 for block in blocks for page in self.pages_of(block)] for blocks in entries]
         expander = Expander(enabled=not self.in_place)
         with self._stream(ready):
             staging = self._staging()
             for place, body in zip(staging, bodies, strict=False):
                 place[: self.extents.body_bytes].copy_(body_tensor(body, self.extents), non_blocking=True)
+            pages = torch.tensor(wanted).to(self._plan.device)
             if self.in_place:
-                restore(self._plan, staging, pages.to(self._plan.device))
+                restore(self._plan, staging, pages)
             else:
-                expander.expand(self._plan, staging, pages.to(self._plan.device))
+                expander.expand(self._plan, staging, pages)
         if not self.in_place:
             self.count("expand_seconds", expander.seconds, "")
             self.count("expand_bytes", expander.bytes_written, "")

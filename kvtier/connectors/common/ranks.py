@@ -18,6 +18,7 @@ from kvtier.format.identity import Description
 from kvtier.format.layout import FP8, Group, Layer, Layout, Part, Range
 
 RankId = tuple[int, int]  # (pipeline rank, tensor rank)
+_SHARED = ("kind", "heads_total", "tokens", "window", "digest")  # of a group, on all its ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +59,14 @@ def merge(data: dict[RankId, dict[str, Any]], engine_blocks: int, **common: Any)
         shape = next(iter(held.values()))
         layers: dict[int, Layer] = {}
         for rank, group in held.items():
-            for name in ("kind", "heads_total", "tokens", "window", "digest"):
+            for name in _SHARED:
                 if group[name] != shape[name]:
-                    raise Invalid(
-                        f"ranks disagree: {name} of group {number} is {group[name]!r} on {rank} and {shape[name]!r} "
-                        "elsewhere"
-                    )
+                    found = f"{name} of group {number} is {group[name]!r} on {rank}"
+                    raise Invalid(f"ranks disagree: {found} and {shape[name]!r} elsewhere")
             for layer_name, formats, values in group["layers"]:
                 at = index[_key(rank, group["kind"], layer_name)]
-                layer = Layer(
-                    at,
-                    tuple(
-                        Part(n, w * engine_blocks if group["kind"] == "opaque" else w, d, g) for n, w, d, g in formats
-                    ),
-                )
+                times = engine_blocks if group["kind"] == "opaque" else 1
+                layer = Layer(at, tuple(Part(n, w * times, d, g) for n, w, d, g in formats))
                 if layers.setdefault(at, layer) != layer:
                     raise Invalid(f"ranks disagree on the format of layer {layer_name}: {rank} has {formats}")
                 _add_scales(scales, layer, group, values, rank)
@@ -80,28 +75,12 @@ def merge(data: dict[RankId, dict[str, Any]], engine_blocks: int, **common: Any)
             own = [index[_key(rank, shape["kind"], layer[0])] for layer in held[rank]["layers"]] if rank in held else []
             ranges[rank].append(_range(number, held.get(rank, {}), own, order))
         ordered = tuple(layers[at] for at in order)
-        groups.append(
-            Group(
-                shape["kind"],
-                shape["heads_total"],
-                shape["tokens"],
-                ordered,
-                engine_blocks,
-                shape["window"],
-                shape["digest"],
-            )
-        )
+        kind, heads, tokens, window, digest = (shape[name] for name in _SHARED)
+        groups.append(Group(kind, heads, tokens, ordered, engine_blocks, window, digest))
     quantized = any(part.dtype in FP8 for group in groups for layer in group.layers for part in layer.parts)
-    description = Description(
-        layout=Layout(tuple(groups)),
-        rule=first.get("rule", "checkpoint" if quantized else "none"),
-        codec=first.get("codec", 0),
-        scales=scales,
-        backend=first["backend"],
-        physical=first["physical"],
-        packing=first["packing"],
-        **common,
-    )
+    common |= {name: first[name] for name in ("backend", "physical", "packing")}
+    common |= {"rule": first.get("rule", "checkpoint" if quantized else "none"), "codec": first.get("codec", 0)}
+    description = Description(layout=Layout(tuple(groups)), scales=scales, **common)
     for rank, parts in ranges.items():
         for part in parts:
             if part is not None:
@@ -117,9 +96,8 @@ def _agreed(data: dict[RankId, dict[str, Any]]) -> dict[str, Any]:
     for rank, said in data.items():
         for name in ("physical", "backend", "packing", "mode"):
             if said[name] != first[name]:
-                raise Invalid(
-                    f"ranks disagree: {name} is {said[name]!r} on {rank} and {first[name]!r} on {next(iter(data))}"
-                )
+                found = f"{name} is {said[name]!r} on {rank}"
+                raise Invalid(f"ranks disagree: {found} and {first[name]!r} on {next(iter(data))}")
         if len(said["groups"]) != len(first["groups"]):
             raise Invalid(f"ranks disagree on the number of KV cache groups: {len(said['groups'])} on {rank}")
     return first
@@ -132,13 +110,8 @@ def _key(rank: RankId, kind: str, name: str) -> tuple[int, str]:
 
 def _layer_indices(data: dict[RankId, dict[str, Any]]) -> dict[tuple[int, str], int]:
     """A number for every layer: the model's own where these are unique, else its place in the order of the names."""
-    keys = {
-        _key(rank, group["kind"], layer[0])
-        for rank, said in data.items()
-        for group in said["groups"]
-        if group
-        for layer in group["layers"]
-    }
+    held = [(rank, group) for rank, said in data.items() for group in said["groups"] if group]
+    keys = {_key(rank, group["kind"], layer[0]) for rank, group in held for layer in group["layers"]}
     numbers = {key: [int(n) for n in re.findall(r"(?<![^.])\d+(?![^.])", key[1])] for key in keys}
     own = {key: found[0] for key, found in numbers.items() if len(found) == 1}
     if len(set(own.values())) == len(keys):
@@ -146,9 +119,7 @@ def _layer_indices(data: dict[RankId, dict[str, Any]]) -> dict[tuple[int, str], 
     return {key: at for at, key in enumerate(sorted(keys, key=lambda key: (key[0], numbers[key], key[1])))}
 
 
-def _add_scales(
-    scales: dict[str, str], layer: Layer, group: dict[str, Any], values: list[list[str]], rank: RankId
-) -> None:
+def _add_scales(scales: dict[str, str], layer: Layer, group: dict[str, Any], values: Any, rank: RankId) -> None:
     """Enters a rank's scales: the one of the tensor, which all ranks share, or those of its heads in their place."""
     for part, own in zip(layer.parts, values, strict=True):
         if not own:
@@ -161,10 +132,8 @@ def _add_scales(
                 raise Invalid(f"ranks disagree on {part.name}_scale of layer {layer.index}: rank {rank} has {own}")
             scales[name] = full[:low] + "".join(own) + full[high:]
         elif scales.setdefault(name, own[0]) != own[0]:
-            raise Invalid(
-                f"ranks disagree on {part.name}_scale of layer {layer.index}: rank {rank} has {own[0]}, others "
-                f"{scales[name]}"
-            )
+            found = f"rank {rank} has {own[0]}, others {scales[name]}"
+            raise Invalid(f"ranks disagree on {part.name}_scale of layer {layer.index}: {found}")
 
 
 def _range(number: int, group: dict[str, Any], own: list[int], order: list[int]) -> Range | None:

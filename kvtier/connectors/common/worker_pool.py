@@ -58,9 +58,8 @@ class WorkerPool:
         self.waiting = 0  # sizes of the tasks in the queue together
         self.running = 0  # tasks that threads are at
         self._woken = self._closed = False
-        self._threads = [
-            threading.Thread(target=self._work, name=f"kvtier-{name}", daemon=True) for _ in range(threads)
-        ]
+        made = (threading.Thread(target=self._work, name=f"kvtier-{name}", daemon=True) for _ in range(threads))
+        self._threads = list(made)
         for thread in self._threads:
             thread.start()
 

@@ -263,8 +263,7 @@ class KvtierL2Adapter(L2AdapterInterface):
 
     def _forget(self, keys: Sequence[Any]) -> None:
         """The daemon has these no more."""
-        gone = self._inventory.remove(keys)
-        if gone:
+        if gone := self._inventory.remove(keys):
             self._notify_keys_deleted([key for key, _ in gone], [nbytes for _, nbytes in gone])
 
     def _meet(self, keys: Sequence[Any]) -> None:
@@ -275,10 +274,8 @@ class KvtierL2Adapter(L2AdapterInterface):
                 log.warning("kvtier: adapter_params has no namespace for the model %r: nothing of it is stored", model)
         if not self._short and any(len(key.chunk_hash) < MIN_HASH_BYTES for key in keys):
             self._short = True
-            log.warning(
-                "kvtier: LMCache hashes chunks by Python's own hash, which differs between processes: nothing is "
-                "stored; use blake3"
-            )
+            how = "by Python's own hash, which differs between processes"
+            log.warning("kvtier: LMCache hashes chunks %s: nothing is stored; use blake3", how)
 
     def _count(self, name: str, n: int) -> None:
         with self._counting:

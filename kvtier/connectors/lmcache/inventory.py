@@ -143,9 +143,8 @@ class Holds:
     def borrow(self, keys: Sequence[Any], space: Space) -> list[tuple[Hold, int] | None]:
         """Where each key is held, None where it is not. What is borrowed stays held until it is given back."""
         with self._lock:
-            found = [
-                next((entry for entry in self._by_key.get(key, ()) if entry[0].space is space), None) for key in keys
-            ]
+            held = (self._by_key.get(key, ()) for key in keys)
+            found = [next((entry for entry in entries if entry[0].space is space), None) for entries in held]
             for entry in found:
                 if entry is not None:
                     entry[0].readers += 1
@@ -162,9 +161,8 @@ class Holds:
         """Leases that nobody needs any more: to be released by the caller, once."""
         now = time.monotonic()
         with self._lock:
-            over = [
-                hold for hold in self._open if not hold.readers and (everything or hold.left <= 0 or hold.until < now)
-            ]
+            unread = (hold for hold in self._open if not hold.readers)
+            over = [hold for hold in unread if everything or hold.left <= 0 or hold.until < now]
             if over:
                 self._open = [hold for hold in self._open if hold not in over]
             if late := [hold for hold in over if hold.left > 0]:

@@ -34,11 +34,8 @@ class KvtierL2AdapterConfig(L2AdapterConfigBase):
         """Out of `adapter_params`. Raises Invalid, saying what to write: above all where no namespace is given."""
         check_names("adapter_params", d, KNOWN)
         files = d.get("namespaces")
-        if (
-            not isinstance(files, Mapping)
-            or not files
-            or not all(isinstance(part, str) and part for pair in files.items() for part in pair)
-        ):
+        words = [part for pair in files.items() for part in pair] if isinstance(files, Mapping) else []
+        if not isinstance(files, Mapping) or not words or not all(isinstance(part, str) and part for part in words):
             raise Invalid(
                 "kvtier does not store what has no identity: LMCache's key holds neither revision nor dtype nor "
                 'scales. Write "namespaces": {"MODEL AS LMCACHE NAMES IT": "FILE"} with a file that '

@@ -21,8 +21,5 @@ def prepare() -> None:
         ours.handlers, ours.propagate = theirs.handlers, False
         ours.setLevel(theirs.getEffectiveLevel())
     if not str(vllm.__version__).startswith(TESTED):
-        log.warning(
-            "kvtier is tested with vLLM %s, not %s: its connector interface may have changed",
-            " and ".join(TESTED),
-            vllm.__version__,
-        )
+        said = "kvtier is tested with vLLM %s, not %s: its connector interface may have changed"
+        log.warning(said, " and ".join(TESTED), vllm.__version__)

@@ -10,12 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-    SupportsHMA,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.client.api import Client
@@ -30,7 +25,7 @@ from kvtier.errors import Invalid
 log = logging.getLogger(__name__)
 
 
-class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
+class KvtierConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     """Keeps vLLM's KV cache in a kvtier daemon. `connect` makes a client from an address; tests replace it."""
 
     _cache_hit_source = CacheHitSource.HOST
@@ -39,7 +34,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     scheduler: SchedulerHalf  # one of the two, by role
     worker: WorkerHalf
 
-    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+    def __init__(self, vllm_config: Any, role: base.KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         compat.prepare()
         transfer = vllm_config.kv_transfer_config
@@ -49,7 +44,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         except Invalid as error:
             raise ValueError(f"kvtier: {error}") from None
         self._half: SchedulerHalf | WorkerHalf
-        if role == KVConnectorRole.SCHEDULER:
+        if role == base.KVConnectorRole.SCHEDULER:
             self._half = self.scheduler = SchedulerHalf(vllm_config, kv_cache_config, settings, type(self).connect)
         else:
             self._half = self.worker = WorkerHalf(vllm_config, kv_cache_config, settings, type(self).connect)
@@ -80,9 +75,9 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         self.worker.start_saves(self._get_connector_metadata())
 
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> base.KVConnectorTransferResults:
         done, failed = self.worker.results()
-        return KVConnectorTransferResults(finished_recving=done, failed_recving=failed)
+        return base.KVConnectorTransferResults(finished_recving=done, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self.worker.bad_blocks()
@@ -118,9 +113,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):
         self.scheduler.finished(request)
         return False, None  # blocks may go at once: the fence stands before their next owner
 
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished(request, [])
 
     def take_events(self) -> Iterable[Any]:

@@ -13,14 +13,7 @@ from typing import Any
 
 import torch
 from kvtier_kernels import paged
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVQuantMode,
-    MLAAttentionSpec,
-    SlidingWindowMLASpec,
-    SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
-)
+from vllm.v1 import kv_cache_interface as interface
 
 from kvtier.connectors.common import quantizing
 from kvtier.connectors.common.pages import GroupCaches, PartCache
@@ -36,13 +29,10 @@ PLAIN = frozenset(("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"))
 DUAL = "CUSTOM"  # kvtier's own, whose page is the same; elsewhere a CUSTOM backend is one that nobody knows
 PLAIN_LATENT = frozenset(("FLASHMLA", "TRITON_MLA", "CUTLASS_MLA", "FLASHINFER_MLA", "FLASH_ATTN_MLA"))
 CPU = "CPU_ATTN"  # a head's page is all of K, then all of V; the order within each depends on the instruction set
+Tensors = dict[str, torch.Tensor]  # by layer
 _NATIVE = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-_KINDS = {
-    FullAttentionSpec: "attention",
-    SlidingWindowSpec: "attention",
-    MLAAttentionSpec: "latent",
-    SlidingWindowMLASpec: "latent",
-}
+_KINDS = dict.fromkeys((interface.FullAttentionSpec, interface.SlidingWindowSpec), "attention")
+_KINDS |= dict.fromkeys((interface.MLAAttentionSpec, interface.SlidingWindowMLASpec), "latent")
 
 
 @dataclass(slots=True)
@@ -62,57 +52,38 @@ class RankCaches:
         return canonical_json({**self.fields, "groups": [group and group.to_json() for group in self.groups]}).decode()
 
 
-def inspect(
-    config: Any, kv_config: Any, kv_caches: dict[str, torch.Tensor], tp_rank: int, asked: str = "auto"
-) -> RankCaches:
+def inspect(config: Any, kv_config: Any, kv_caches: Tensors, tp_rank: int, asked: str = "auto") -> RankCaches:
     """What this rank has loaded, in the mode that is `asked` for or follows from it. Raises Invalid, naming the layer,
     for what kvtier does not know how to keep, and for a mode that cannot be."""
     parallel, modules = config.parallel_config, config.compilation_config.static_forward_context
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise Invalid("context parallelism spreads the tokens of a block over ranks: kvtier does not keep such caches")
     groups: list[GroupCaches | None] = []
-    formats: set[str] = set()
-    packings: set[str] = set()
+    formats, packings = set[str](), set[str]()
     for number, group in enumerate(kv_config.kv_cache_groups):
-        if (
-            group.is_eagle_group
-            or not group.enable_kv_transfer
-            or group.host_resident
-            or not group.kv_cache_spec.prefix_cacheable
-        ):
-            raise Invalid(
-                f"KV cache group {number} belongs to a draft model or cannot be shared by content: kvtier does not "
-                "keep such caches"
-            )
+        spec = group.kv_cache_spec
+        shared = group.enable_kv_transfer and spec.prefix_cacheable and not group.host_resident
+        if group.is_eagle_group or not shared:
+            why = "belongs to a draft model or cannot be shared by content"
+            raise Invalid(f"KV cache group {number} {why}: kvtier does not keep such caches")
         made: GroupCaches | None = None
         for name in group.layer_names:
-            spec = group.kv_cache_spec
-            reader = _Layer(
-                name, modules[name], spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
-            )
+            own = spec.kv_cache_specs[name] if isinstance(spec, interface.UniformTypeKVCacheSpecs) else spec
+            reader, ratio = _Layer(name, modules[name], own), kv_caches[name].shape[0] // kv_config.num_blocks
             parts = reader.read(kv_caches[name], kv_config.num_blocks, parallel.tensor_parallel_size, tp_rank)
-            one = GroupCaches(
-                reader.shape(config, tp_rank), reader.saver, kv_caches[name].shape[0] // kv_config.num_blocks
-            )
+            one = GroupCaches(reader.shape(config, tp_rank), reader.saver, ratio)
             made = made or one
             if (one.shape, one.ratio) != (made.shape, made.ratio):
-                raise Invalid(
-                    f"layer {name} differs from its KV cache group: {one.shape}, {one.ratio} kernel blocks, not "
-                    f"{made.shape}, {made.ratio}"
-                )
+                found = f"{one.shape}, {one.ratio} kernel blocks, not {made.shape}, {made.ratio}"
+                raise Invalid(f"layer {name} differs from its KV cache group: {found}")
             made.layers.append((name, parts))
             formats.add(reader.format)
             if reader.packed:
                 packings.add(reader.format)
         groups.append(made)
-    physical = config.cache_config.kv_cache_layout or "LBHNC"
     mode = modes.choose(asked, config, kv_config, groups, modules)
-    fields = {
-        "physical": physical,
-        "backend": "; ".join(sorted(formats)),
-        "packing": "; ".join(sorted(packings)) or None,
-        "mode": mode,
-    }
+    fields = {"physical": config.cache_config.kv_cache_layout or "LBHNC", "mode": mode}
+    fields |= {"backend": "; ".join(sorted(formats)), "packing": "; ".join(sorted(packings)) or None}
     ours = [name for group in kv_config.kv_cache_groups for name in group.layer_names if modes.active(modules[name])]
     if len({kv_caches[name].shape[0] for name in ours}) > 1:
         raise Invalid("KV cache groups whose pages differ in number cannot share their flags")
@@ -124,31 +95,26 @@ def inspect(
 
 
 def _quantizing(
-    group: GroupCaches, in_place: bool, page_flags: torch.Tensor | None, kv_caches: dict[str, torch.Tensor]
+    group: GroupCaches, in_place: bool, page_flags: torch.Tensor | None, kv_caches: Tensors
 ) -> quantizing.QuantizedCaches:
     """The same caches, with FP8 blocks outside. Raises Invalid where rows do not stand on multiples of 16 elements."""
     first = group.layers[0]
     cache, native = kv_caches[first[0]], first[1][0].part.dtype
-    if cache.device.type == "cpu":
-        made: quantizing.QuantizedCaches = quantizing.HostCaches(
-            group.shape, group.saver, group.ratio, native=native, in_place=in_place
-        )
-    else:
-        from kvtier.connectors.common.quantizing_gpu import DeviceCaches
+    kind: type[quantizing.QuantizedCaches] = quantizing.HostCaches
+    if cache.device.type != "cpu":
+        from kvtier.connectors.common import quantizing_gpu
 
-        made = DeviceCaches(group.shape, group.saver, group.ratio, native=native, in_place=in_place)
+        kind = quantizing_gpu.DeviceCaches
+    made = kind(group.shape, group.saver, group.ratio, native=native, in_place=in_place)
     for name, parts in group.layers:
-        if parts[0].part.dtype != native or kv_caches[name].shape[0] != cache.shape[0]:
-            raise Invalid(
-                f"layer {name} differs from its KV cache group: {parts[0].part.dtype}, {kv_caches[name].shape[0]} pages"
-            )
-        made.layers.append(
-            (name, [PartCache(Part(p.part.name, p.part.width, "e4m3fn", quantizing.KIND), p.cells) for p in parts])
-        )
+        dtype, pages, width = parts[0].part.dtype, kv_caches[name].shape[0], parts[0].part.width
+        if dtype != native or pages != cache.shape[0]:
+            raise Invalid(f"layer {name} differs from its KV cache group: {dtype}, {pages} pages")
+        codes = [Part(p.part.name, p.part.width, "e4m3fn", quantizing.KIND) for p in parts]
+        made.layers.append((name, [PartCache(part, p.cells) for part, p in zip(codes, parts, strict=True)]))
         if page_flags is not None:
-            made.paged.append(
-                paged.interleaved(kv_caches[name], parts[0].part.width, page_flags, (quantizing.KIND, quantizing.KIND))
-            )
+            kinds = (quantizing.KIND, quantizing.KIND)
+            made.paged.append(paged.interleaved(kv_caches[name], width, page_flags, kinds))
         else:
             views = [p.cells.view(quantizing.TORCH[native]) for p in parts]
             made.paged.append(paged.native(views[0], views[1]))
@@ -156,8 +122,7 @@ def _quantizing(
 
 
 class _Layer:
-    """Reads one layer. `format` names how its bytes were written: part of the namespace. `packed`: for a CPU's
-    kernels."""
+    """Reads one layer. `format`, a part of the namespace: how bytes were written. `packed`: for a CPU's kernels."""
 
     def __init__(self, name: str, module: Any, spec: Any) -> None:
         self.name, self.module, self.spec = name, module, spec
@@ -176,9 +141,9 @@ class _Layer:
         content = (spec.head_size + spec.head_size_v) * torch.empty(0, dtype=spec.dtype).element_size()
         if spec.num_head_slots is not None or spec.state_content_size_bytes != content:
             return ""
-        if spec.kv_quant_mode == KVQuantMode.NONE:
+        if spec.kv_quant_mode == interface.KVQuantMode.NONE:
             return _NATIVE.get(spec.dtype, "")
-        if spec.kv_quant_mode != KVQuantMode.FP8_PER_TENSOR:
+        if spec.kv_quant_mode != interface.KVQuantMode.FP8_PER_TENSOR:
             return ""
         from vllm.platforms import current_platform
 
@@ -188,24 +153,15 @@ class _Layer:
         """The parts of this layer. Raises Invalid if the tensor is not what its spec says."""
         spec, ratio = self.spec, cache.shape[0] // num_blocks
         item = cache.element_size()
-        if (
-            cache.shape[0] != num_blocks * ratio
-            or cache.shape[2] * ratio != spec.block_size
-            or cache.shape[1] != spec.num_heads
-        ):
-            raise Invalid(
-                f"layer {self.name}: a cache of shape {tuple(cache.shape)} is not {num_blocks} blocks of "
-                f"{spec.block_size} tokens"
-            )
-        if cache.shape[3] * item != spec.state_content_size_bytes or cache.stride(3) != 1:
-            raise Invalid(
-                f"layer {self.name}: {cache.shape[3] * item} bytes a token and head, not "
-                f"{spec.state_content_size_bytes}"
-            )
-        plain = self.dtype and self.backend in (PLAIN_LATENT if self.kind == "latent" else PLAIN)
-        plain = plain or (
-            self.dtype and self.kind == "attention" and self.backend == DUAL and modes.active(self.module)
-        )
+        found, size = tuple(cache.shape), spec.state_content_size_bytes
+        if (found[0], found[1], found[2] * ratio) != (num_blocks * ratio, spec.num_heads, spec.block_size):
+            blocks = f"{num_blocks} blocks of {spec.block_size} tokens"
+            raise Invalid(f"layer {self.name}: a cache of shape {found} is not {blocks}")
+        if found[3] * item != size or cache.stride(3) != 1:
+            raise Invalid(f"layer {self.name}: {found[3] * item} bytes a token and head, not {size}")
+        known = self.backend in (PLAIN_LATENT if self.kind == "latent" else PLAIN)
+        ours = self.kind == "attention" and self.backend == DUAL and modes.active(self.module)
+        plain = self.dtype and (known or ours)
         own_format = self.backend if self.dtype in FP8 else "plain"
         if self.kind == "latent" and plain:
             self.format = f"latent ({own_format})"
@@ -229,10 +185,8 @@ class _Layer:
         live = [float(value) for value in getattr(self.module, f"_{scale}_scale").detach().float().flatten().tolist()]
         used = float(getattr(self.module, f"_{scale}_scale_float"))
         if len(live) == 1 and f32_hex(live[0]) != f32_hex(used):
-            raise Invalid(
-                f"layer {self.name}: its {scale}_scale is {live[0]} on the device and {used} on the host: which one "
-                "its kernel uses is unknown"
-            )
+            found = f"{live[0]} on the device and {used} on the host"
+            raise Invalid(f"layer {self.name}: its {scale}_scale is {found}: which one its kernel uses is unknown")
         if len(live) == 1 or self.backend == CPU:  # CPU kernels use one scale whatever the checkpoint has: the largest
             return PartCache(Part(name, width, self.dtype, "tensor"), cells, [used])
         if len(live) != self.spec.num_kv_heads:
@@ -254,14 +208,8 @@ class _Layer:
         spec, tp = self.spec, config.parallel_config.tensor_parallel_size
         if getattr(spec, "attention_chunk_size", None) is not None:
             raise Invalid(f"layer {self.name}: chunked local attention is not kept by kvtier")
-        shape = {
-            "kind": self.kind,
-            "heads": 1,
-            "heads_total": 1,
-            "head_lo": 0,
-            "tokens": spec.block_size,
-            "window": getattr(spec, "sliding_window", None),
-        }
+        shape = {"kind": self.kind, "heads": 1, "heads_total": 1, "head_lo": 0}
+        shape |= {"tokens": spec.block_size, "window": getattr(spec, "sliding_window", None)}
         if self.digest is not None:
             return {**shape, "kind": "opaque", "digest": self.digest}
         if self.kind == "latent":

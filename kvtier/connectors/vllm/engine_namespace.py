@@ -37,28 +37,21 @@ class Naming:
         if callable(overrides):
             raise Invalid("hf_overrides is a function: what it does to the model cannot be told")
         if overrides:
-            computed["overrides"] = blake2b(
-                json.dumps(overrides, sort_keys=True, default=repr).encode(), digest_size=16
-            ).hexdigest()
-        self._fields = {
-            "model": name,
-            "revision": revision,
-            "rope": settings_of(model.hf_text_config, model.max_model_len, computed),
-        }
+            text = json.dumps(overrides, sort_keys=True, default=repr)
+            computed["overrides"] = blake2b(text.encode(), digest_size=16).hexdigest()
+        rope = settings_of(model.hf_text_config, model.max_model_len, computed)
+        self._fields = {"model": name, "revision": revision, "rope": rope}
 
     def namespace(self, tokens: Sequence[int], hash_tokens: int) -> EngineNamespace:
         """The namespace, once the engine's hash seed is final. `tokens` of a block, per group. Raises Invalid."""
         algorithm = self._config.cache_config.prefix_caching_hash_algo
         quick = "xxhash" in algorithm
         if quick and os.environ.get("PYTHONHASHSEED") is None:
-            raise Invalid(
-                f"prefix_caching_hash_algo {algorithm} starts from a random seed in each process: set PYTHONHASHSEED, "
-                "or choose sha256_cbor"
-            )
+            how = "starts from a random seed in each process: set PYTHONHASHSEED, or choose sha256_cbor"
+            raise Invalid(f"prefix_caching_hash_algo {algorithm} {how}")
         if any(size % hash_tokens for size in tokens):
-            raise Invalid(
-                f"blocks of {list(tokens)} tokens do not end where the engine's hashes do, every {hash_tokens} tokens"
-            )
+            hashes = f"the engine's hashes do, every {hash_tokens} tokens"
+            raise Invalid(f"blocks of {list(tokens)} tokens do not end where {hashes}")
         seed = blake2b(get_none_hash_seed().encode(), digest_size=16).hexdigest()
         lookahead = int(getattr(self._config, "num_hash_lookahead_tokens", 0))
         hashing = HashScheme(algorithm, seed, hash_tokens, lookahead, 16 if quick else 32)

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorWorkerMetadata,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from kvtier.connectors.common.jobs import Load, Save
 from kvtier.connectors.common.ranks import RankId
@@ -16,10 +12,9 @@ from kvtier.format.layout import Range
 
 
 @dataclass
-class StepPlan(KVConnectorMetadata):
-    """One step. `fence`: engine blocks that this step hands to a new owner. `description`: canonical bytes of the
-    namespace, and `ranges`, what each rank holds of it: once, in the first plan that has them. `idle`: it computes
-    nothing."""
+class StepPlan(base.KVConnectorMetadata):
+    """One step. `fence`: engine blocks that it hands to a new owner. `description`: canonical bytes of the namespace,
+    and `ranges`, what each rank holds of it: once, in the first plan that has them. `idle`: it computes nothing."""
 
     description: bytes = b""
     ranges: dict[RankId, list[Range | None]] = field(default_factory=dict)
@@ -31,13 +26,13 @@ class StepPlan(KVConnectorMetadata):
 
 
 @dataclass
-class StepReport(KVConnectorWorkerMetadata):
+class StepReport(base.KVConnectorWorkerMetadata):
     """What became of loads and saves: id -> (ranks that say so, the fewest leading blocks any of them has)."""
 
     loads: dict[int, tuple[int, int]] = field(default_factory=dict)
     saves: dict[int, tuple[int, int]] = field(default_factory=dict)
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> StepReport:
+    def aggregate(self, other: base.KVConnectorWorkerMetadata) -> StepReport:
         """Merges another rank's report of the same step into this one."""
         assert isinstance(other, StepReport)
         for mine, theirs in ((self.loads, other.loads), (self.saves, other.saves)):
@@ -48,7 +43,7 @@ class StepReport(KVConnectorWorkerMetadata):
 
 
 @dataclass
-class Handshake(KVConnectorHandshakeMetadata):
+class Handshake(base.KVConnectorHandshakeMetadata):
     """What one rank has really loaded, as the JSON of `engine_caches.RankCaches.report`."""
 
     json: str

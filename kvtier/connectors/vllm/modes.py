@@ -20,6 +20,7 @@ from kvtier.format.layout import FP8
 
 MODES = ("auto", "native", "passthrough", "dual", "expand")
 QUANTIZING = ("dual", "expand")
+Groups = Sequence[GroupCaches | None]
 HOW = "start vLLM with --attention-backend CUSTOM, on a GPU"
 log = logging.getLogger(__name__)
 
@@ -45,18 +46,14 @@ def _config_refusal(mode: str, config: Any, kv_config: Any) -> str:
     return ""
 
 
-def choose(
-    asked: str, config: Any, kv_config: Any, groups: Sequence[GroupCaches | None], modules: dict[str, Any]
-) -> str:
+def choose(asked: str, config: Any, kv_config: Any, groups: Groups, modules: dict[str, Any]) -> str:
     """The mode. Raises Invalid where what was asked for cannot be."""
-    layers = [
-        (name, parts, group.shape["kind"]) for group in groups if group is not None for name, parts in group.layers
-    ]
+    held = [group for group in groups if group is not None]
+    layers = [(name, parts, group.shape["kind"]) for group in held for name, parts in group.layers]
     fp8 = any(part.part.dtype in FP8 for _, parts, _ in layers for part in parts)
     ours = all(active(modules[name]) for name, _, _ in layers)
-    refused = _config_refusal("dual" if asked == "auto" else asked, config, kv_config) or _layer_refusal(
-        layers, modules
-    )
+    refused = _config_refusal("dual" if asked == "auto" else asked, config, kv_config)
+    refused = refused or _layer_refusal(layers, modules)
     if asked == "auto":
         if fp8:
             return "passthrough"
@@ -87,15 +84,12 @@ def _layer_refusal(layers: list[tuple[str, list[Any], str]], modules: dict[str, 
     for name, parts, kind in layers:
         if kind == "latent":
             return f"layer {name} keeps an MLA latent, which has no K and V to quantize"
-        if kind != "attention" or any(part.part.dtype not in ("bf16", "fp16") for part in parts):
-            return (
-                f"layer {name} keeps {kind} {', '.join(part.part.dtype for part in parts)}, not K and V in BF16 or FP16"
-            )
+        dtypes = [part.part.dtype for part in parts]
+        if kind != "attention" or not {"bf16", "fp16"}.issuperset(dtypes):
+            return f"layer {name} keeps {kind} {', '.join(dtypes)}, not K and V in BF16 or FP16"
     for name, module in modules.items():
-        if getattr(module, "kv_sharing_target_layer_name", None) is not None:
-            return (
-                f"layer {name} uses the cache of {module.kv_sharing_target_layer_name}: shared caches are not quantized"
-            )
+        if (target := getattr(module, "kv_sharing_target_layer_name", None)) is not None:
+            return f"layer {name} uses the cache of {target}: shared caches are not quantized"
     return ""
 
 

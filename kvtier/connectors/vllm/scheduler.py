@@ -62,8 +62,7 @@ class SchedulerHalf:
         self._hash_tokens = kv_config.hash_block_size or config.cache_config.hash_block_size or self._block_tokens[0]
         self._align = math.lcm(*self._tokens)
         self._windows = [window_of(group.kv_cache_spec) for group in kv_config.kv_cache_groups]
-        # With several groups, or a window that needs all its blocks, a load is whole or failed: only async loads say
-        # so.
+        # A load of several groups, or a window that needs all its blocks, is whole or failed: only async loads say so.
         self._all_or_nothing = len(self._tokens) > 1 or any(self._windows)
         self._sync = settings.load == "sync" and not self._all_or_nothing
         self.manager: Any = None  # the engine's cache manager, once there is one
@@ -116,14 +115,10 @@ class SchedulerHalf:
         self._namespace = named = self._naming.namespace(self._tokens, self._hash_tokens)
         client = self._connect(self._settings.socket)
         ns = client.register(named.description)
-        held = [
-            [part for ranks in named.ranges.values() if (part := ranks[group]) is not None]
-            for group in range(len(self._tokens))
-        ]
-        parts = tuple(tuple(dict.fromkeys(group)) for group in held)
-        self._lookups = LookupQueue(
-            client, GroupShape(ns, tuple(self._tokens), tuple(self._windows), parts, self._align)
-        )
+        by_group = zip(*named.ranges.values(), strict=True)
+        parts = tuple(tuple(dict.fromkeys(part for part in ranks if part is not None)) for ranks in by_group)
+        shape = GroupShape(ns, tuple(self._tokens), tuple(self._windows), parts, self._align)
+        self._lookups = LookupQueue(client, shape)
         self._opening = (named.description.canonical, named.ranges)
         self._expected = Expected([len(group) for group in parts])
         log.info("kvtier is on: mode %s, namespace %s of %s", named.mode, ns.digest.hex()[:16], named.description.model)
@@ -139,10 +134,8 @@ class SchedulerHalf:
         if request.resumable:
             return None
         adapter = b""
-        if request.lora_request is not None:
-            digest = self._adapters.digest(
-                request.lora_request.lora_int_id, request.lora_request.lora_path, request.lora_request.load_inplace
-            )
+        if (lora := request.lora_request) is not None:
+            digest = self._adapters.digest(lora.lora_int_id, lora.lora_path, lora.load_inplace)
             if digest is None:
                 return None
             adapter = digest
@@ -153,19 +146,13 @@ class SchedulerHalf:
     def match(self, request: Any, local: int) -> tuple[int | None, bool]:
         """(tokens to load beyond the first `local`, whether between steps); (None, False): ask later."""
         asked = self._requests.get(request.request_id)
-        if (
-            asked is None
-            or asked.context is None
-            or not self._loads_allowed
-            or request.skip_reading_prefix_cache
-            or not self._ready
-        ):
+        if asked is None or asked.context is None or request.skip_reading_prefix_cache:
             return 0, False
-        known = min(
-            request.num_tokens - 1,
-            len(request.block_hashes) * self._hash_tokens,
-            *([asked.limit] if asked.limit is not None else []),
-        )
+        if not self._loads_allowed or not self._ready:
+            return 0, False
+        known = min(request.num_tokens - 1, len(request.block_hashes) * self._hash_tokens)
+        if asked.limit is not None:
+            known = min(known, asked.limit)
         top = known - known % self._align
         if top <= local:
             return 0, False
@@ -175,10 +162,8 @@ class SchedulerHalf:
             self._drop(asked)
             lookup = None
         if lookup is None:
-            hashes = [
-                self._hashes(request, group, local // tokens, top // tokens)
-                for group, tokens in enumerate(self._tokens)
-            ]
+            sizes = enumerate(self._tokens)
+            hashes = [self._hashes(request, group, local // tokens, top // tokens) for group, tokens in sizes]
             lookup = asked.lookup = RequestLookup(local, top, hashes, asked.context)
             self._lookups.ask(lookup)
         end = lookup.answer()
@@ -208,15 +193,12 @@ class SchedulerHalf:
         assert asked.context is not None
         self._stats.add("lookup_hit_blocks", external // self._align)
         self._stats.add("load_asked_blocks", external // self._align)
-        runs = []
+        runs, per, high = [], self._settings.engine_blocks, low + external
         for group, tokens in enumerate(self._tokens):
             size = self._block_tokens[group]
-            wanted = [
-                block if at >= low // size else 0 for at, block in enumerate(table[group][: (low + external) // size])
-            ]
+            wanted = [block if at >= low // size else 0 for at, block in enumerate(table[group][: high // size])]
             first = low // tokens
-            per = self._settings.engine_blocks
-            entries = [wanted[at * per : (at + 1) * per] for at in range(first, (low + external) // tokens)]
+            entries = [wanted[at * per : (at + 1) * per] for at in range(first, high // tokens)]
             while entries and not any(entries[0]):  # out of a sliding window
                 entries.pop(0)
                 first += 1
@@ -224,9 +206,9 @@ class SchedulerHalf:
                 runs.append(Run(group, self._hashes(request, group, first, first + len(entries)), entries))
         self._next_id += 1
         load = Load(self._next_id, request.request_id, asked.context, self._sync, self._all_or_nothing, runs)
-        world = self._config.parallel_config.tensor_parallel_size * self._config.parallel_config.pipeline_parallel_size
-        asked.load = (load, low, low + external, world)
-        asked.saved = [(low + external) // tokens for tokens in self._tokens]
+        parallel = self._config.parallel_config
+        asked.load = (load, low, high, parallel.tensor_parallel_size * parallel.pipeline_parallel_size)
+        asked.saved = [high // tokens for tokens in self._tokens]
         self._loads[load.id] = asked
         self._planned.append(load)
         if self._sync:
@@ -243,10 +225,8 @@ class SchedulerHalf:
             self._unsure.discard(load.id)
             if load in self._planned and load.sync:
                 self._planned.remove(load)
-            else:
-                self._cancelled.append(
-                    load.id
-                )  # an async load is reported as received all the same: the engine waits for that
+            else:  # an async load is reported as received all the same: the engine waits for that
+                self._cancelled.append(load.id)
         self._drop(asked)
 
     def _drop(self, asked: RequestState) -> None:
@@ -286,9 +266,8 @@ class SchedulerHalf:
             for group, ids in enumerate(new.block_ids):
                 fence.update(ids[new.num_computed_tokens // self._block_tokens[group] :])
         cached = output.scheduled_cached_reqs
-        for rid, computed, new_ids in zip(
-            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
-        ):
+        columns = (cached.req_ids, cached.num_computed_tokens, cached.new_block_ids)
+        for rid, computed, new_ids in zip(*columns, strict=True):
             for group, ids in enumerate(new_ids or ()):
                 fence.update(ids[computed // self._block_tokens[group] :] if rid in cached.resumed_req_ids else ids)
         fence.discard(0)
@@ -306,12 +285,8 @@ class SchedulerHalf:
                 continue
             if rid in cached.resumed_req_ids and asked.load is None:
                 asked.saved = [0] * len(self._tokens)
-            full = min(
-                computed[rid] + new_tokens,
-                asked.request.num_tokens,
-                len(asked.request.block_hashes) * self._hash_tokens,
-            )
-            table = None
+            hashed = len(asked.request.block_hashes) * self._hash_tokens
+            full, table = min(computed[rid] + new_tokens, asked.request.num_tokens, hashed), None
             for group, tokens in enumerate(self._tokens):
                 low, high = asked.saved[group], full // tokens
                 if high <= low:

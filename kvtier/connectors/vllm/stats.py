@@ -45,24 +45,14 @@ class KvtierStats(KVConnectorStats):
 class KvtierPromMetrics(KVConnectorPromMetrics):
     """vllm:kvtier_* counters and gauges, per engine."""
 
-    def __init__(
-        self,
-        vllm_config: Any,
-        metric_types: Any,
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine: Any) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine)
         self._metrics: dict[str, Any] = {}
-        for table, kind, options in (
-            (COUNTERS, metric_types[Counter], {}),
-            (GAUGES, metric_types[Gauge], {"multiprocess_mode": "mostrecent"}),
-        ):
+        for table, kind in ((COUNTERS, Counter), (GAUGES, Gauge)):
             for name, (meaning, label) in table.items():
-                names = [*labelnames, label] if label else labelnames
-                self._metrics[name] = kind(
-                    name=f"vllm:kvtier_{name}", documentation=meaning, labelnames=names, **options
-                )
+                options: dict[str, Any] = {"multiprocess_mode": "mostrecent"} if kind is Gauge else {}
+                options |= {"documentation": meaning, "labelnames": [*labelnames, label] if label else labelnames}
+                self._metrics[name] = metric_types[kind](name=f"vllm:kvtier_{name}", **options)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Adds one collection's sums."""

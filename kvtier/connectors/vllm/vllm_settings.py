@@ -59,8 +59,7 @@ def read(extra: Mapping[str, Any], load_failure_policy: str) -> VllmSettings:
     if load_failure_policy != "recompute" and settings.fail_policy != "accept":
         raise Invalid(
             f"kv_load_failure_policy is {load_failure_policy!r} (vLLM's default): a block that was lost would end its "
-            "request with an error. "
-            'Write "kv_load_failure_policy": "recompute" in the kv_transfer_config; or, if that is meant, '
-            '"fail_policy": "accept" in its kv_connector_extra_config'
+            'request with an error. Write "kv_load_failure_policy": "recompute" in the kv_transfer_config; or, if that '
+            'is meant, "fail_policy": "accept" in its kv_connector_extra_config'
         )
     return settings

@@ -70,9 +70,8 @@ class WorkerHalf:
         except KvtierError as error:
             log.error("kvtier is OFF on rank %s: %s", self._rank, error)
             return
-        self.mover = Mover(
-            client, ns, self._caches.groups, ranges, self._settings.save_bytes_per_second, self._count, self._stored
-        )
+        held, rate = (self._caches.groups, ranges), self._settings.save_bytes_per_second
+        self.mover = Mover(client, ns, held, rate, self._count, self._stored)
         atexit.register(self.mover.close)  # an engine inside this process may end without a word
 
     def fence(self, plan: StepPlan) -> None:

@@ -63,8 +63,7 @@ def write_block(
 
 
 def read_tiles(body: NDArray[np.uint8], extents: Extents, start: int) -> list[Tile]:
-    """One tile per layer of a block of K and V, straight over the body. `start` is the position of the block's first
-    token."""
+    """One tile per layer of a block of K and V, straight over the body. `start`: position of its first token."""
     whole = body_tensor(body, extents)
     tiles = []
     for i, layer in enumerate(extents.range_layers):

@@ -52,8 +52,7 @@ class Failed(Exception):
 
 
 class Process:
-    """A child whose stdout is read line by line, in a thread of its own, so that every wait can have a deadline. stderr
-    goes to a log file."""
+    """A child whose stdout a thread of its own reads, so that every wait can have a deadline. stderr goes to a log."""
 
     def __init__(self, name: str, directory: Path, *command: str) -> None:
         self.name = name
@@ -152,8 +151,7 @@ def ask(client: kvtier.Client, description: Description, hashes: list[bytes]) ->
 
 
 def strangers(socket: Path, scales: artifact.Artifact, description: Description, hashes: list[bytes]) -> dict[str, Any]:
-    """The same prefix asked for three times: as stored, by another revision of the model, and after one head was
-    calibrated anew."""
+    """The same prefix asked for as stored, by another revision of the model, and after one head was calibrated anew."""
 
     def live(other: artifact.Artifact) -> Description:
         return other.describe(

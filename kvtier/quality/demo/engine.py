@@ -58,8 +58,7 @@ def progress(what: str) -> Step:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What both processes derive for themselves: the model, the text's tokens, and (once there is an artifact) the
-    identity."""
+    """What both processes derive for themselves: model, tokens of the text and (once there is an artifact) identity."""
 
     model: SmolLM
     name: str
@@ -91,8 +90,7 @@ class Setup:
 
 
 def set_up(arguments: argparse.Namespace) -> Setup:
-    """Loads the model and the text. Raises Invalid if there is less text, or the model sees less far, than asked
-    for."""
+    """Loads the model and the text. Raises Invalid if the text is shorter, or the model sees less far, than asked."""
     path = smollm.find()
     model = smollm.load(path, progress("load the model"))
     wanted = arguments.prompt + arguments.positions
@@ -112,8 +110,7 @@ def set_up(arguments: argparse.Namespace) -> Setup:
 
 
 class Prefill:
-    """Attention of a pass that starts at position 0, by torch's own kernel. `cache` fills with each layer's K and V in
-    bf16, the native format."""
+    """Attention of a pass from position 0, by torch's own kernel. `cache` fills with each layer's K and V in bf16."""
 
     def __init__(self) -> None:
         self.cache: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -203,8 +200,7 @@ def store(arguments: argparse.Namespace) -> None:
 
 
 def continuation(prefix: Sequence[Sequence[Tile]], start: int) -> Attend:
-    """Attention of a pass that starts at `start`, over a prefix [layer][tile] as it lies and the pass's own K and V,
-    native."""
+    """Attention of a pass that starts at `start`, over a prefix [layer][tile] as it lies and the pass's native K, V."""
 
     def attend(layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         own = Tile(keys.bfloat16(), values.bfloat16(), start=start)
@@ -242,8 +238,7 @@ def through_kernels(
     reference: torch.Tensor,
     targets: torch.Tensor,
 ) -> dict[str, float]:
-    """The same continuation once more with the Triton kernels, over the leased blocks restored into native slots:
-    compared with `reference`'s."""
+    """The same continuation with the Triton kernels, over blocks restored into native slots, against `reference`'s."""
     from kvtier.quality.demo.kernel_attention import DualCache  # needs triton, which the rest does not
 
     start = len(bodies) * setup.block

@@ -1,5 +1,4 @@
-"""Questions and deletes in the background: a thread asks Redis which blocks it has and tells it which to forget, many
-at once.
+"""Questions and deletes in the background: a thread asks Redis what it has and tells it what to forget, many at once.
 
 The answers go to `Presence`. `question` takes no lock, so that `find` may be called under any lock. Deletes count as
 done here at once and are kept until Redis has taken them, `MAX_DELETES` at most.
@@ -26,7 +25,6 @@ MAX_DELETES = 65_536
 DELETE_PATIENCE = 0.05  # seconds that a delete waits for Redis to have forgotten
 DELETE = "delete"
 TICK = 0.1  # seconds between looks at deletes that Redis did not take
-
 log = logging.getLogger(__name__)
 
 
@@ -34,15 +32,14 @@ class Asker:
     """Fills `presence`. `close` ends the thread."""
 
     def __init__(self, calls: Calls, presence: Presence) -> None:
-        self._calls = calls
-        self._presence = presence
+        self._calls, self._presence = calls, presence
         self._asked: dict[bytes, float] = {}  # questions on their way, since when
         self._questions: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()  # its put takes no lock of Python's
         self._deletes: dict[bytes, None] = {}  # to be sent, in order
         self._deleting: frozenset[bytes] = frozenset()  # being sent
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="redis-asker", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="redis-asker", daemon=True)
+        self.thread.start()
 
     def question(self, key: bytes, now: float) -> None:
         """To be asked, unless it is already. No lock."""
@@ -60,7 +57,6 @@ class Asker:
         return key in self._deletes or key in self._deleting
 
     def waiting_deletes(self) -> int:
-        """Deletes that Redis has not taken yet."""
         return len(self._deletes) + len(self._deleting)
 
     def delete(self, keys: Sequence[bytes]) -> None:
@@ -78,8 +74,7 @@ class Asker:
                 lock.wait_for(lambda: not any(map(self.forgetting, keys)), DELETE_PATIENCE)
 
     def keep(self, keys: Collection[bytes], patience: float) -> set[bytes]:
-        """These are about to be written: waits for deletes of theirs that are being sent, takes back those that are
-        not. Returns these."""
+        """Before these are written: waits for deletes under way; takes back those that wait, and returns them."""
         lock = self._calls.lock
         with lock:
             lock.wait_for(lambda: self._deleting.isdisjoint(keys), patience)
@@ -89,20 +84,12 @@ class Asker:
             return again
 
     def check_integrity(self) -> None:
-        """Asserts that the limits are kept."""
         assert len(self._deletes) <= MAX_DELETES and len(self._asked) <= MAX_ASKED + 64
 
-    def alive(self) -> bool:
-        """Whether the thread runs."""
-        return self._thread.is_alive()
-
     def close(self, patience: float) -> None:
-        """Ends the thread, after what it does now."""
         self._stop.set()
         self._questions.put(None)
-        self._thread.join(patience)
-
-    # -- the thread
+        self.thread.join(patience)
 
     def _run(self) -> None:
         while not self._stop.is_set():
@@ -135,7 +122,6 @@ class Asker:
         return keys
 
     def _forget(self) -> None:
-        """Sends the deletes that wait."""
         calls, lock = self._calls, self._calls.lock
         while self._deletes and calls.breaker.closed:
             with lock:

@@ -1,8 +1,5 @@
 """Calls to Redis as the tier's parts make them: breaker and health hear how each went, refusals become a reason in
-words, everything is counted.
-
-Nothing here holds `lock` over I/O. Thread-safe.
-"""
+words, everything is counted. Nothing here holds `lock` over I/O. Thread-safe."""
 
 from __future__ import annotations
 
@@ -22,7 +19,6 @@ from kvtier.tiers.redis.location import RedisLocation
 PAUSE = (0.5, 4.0)  # seconds of no writing after a refusal, first and longest: a failover is over within 10 s
 CONNECTION = "connection"  # a kind of fault: Redis does not answer
 T = TypeVar("T")
-
 log = logging.getLogger(__name__)
 
 
@@ -47,17 +43,13 @@ class Calls:
     """Calls to the Redis at `location`. `first` is to be called once, before all others."""
 
     def __init__(self, location: RedisLocation) -> None:
-        self.location = location
-        self.connections = RedisConnections(location)
-        self.breaker = Breaker()
+        self.location, self.connections, self.breaker = location, RedisConnections(location), Breaker()
         self.lock = threading.Condition(threading.Lock())  # for what all parts of the tier count and note
-        self.health = Health("redis", PAUSE)
-        self.totals = RedisTotals()
+        self.health, self.totals = Health("redis", PAUSE), RedisTotals()
         self.prefix = f"{location.prefix}:1:".encode()
         self.probe = self.prefix + b"probe"
 
     def name_of(self, key: bytes) -> bytes:
-        """The name of a block in Redis."""
         return self.prefix + key.hex().encode()
 
     def call(self, work: Callable[[RedisConnection], T], counter: str) -> T:
@@ -101,13 +93,11 @@ class Calls:
         return [0 if isinstance(answer, Refused) else int(answer) for answer in answers]
 
     def down(self, reason: str, trial: bool = False) -> None:
-        """A call got no answer."""
         if self.breaker.bad(reason, trial=trial):
             with self.lock:
                 self.health.bad(CONNECTION, reason, pause=False)
 
     def up(self) -> None:
-        """A call was answered."""
         if self.breaker.good():
             with self.lock:
                 self.health.good(CONNECTION)
@@ -127,16 +117,12 @@ class Calls:
                     self.health.good(kind)
 
     def count(self, name: str, n: int = 1) -> None:
-        """Adds to a total."""
         with self.lock:
             setattr(self.totals, name, getattr(self.totals, name) + n)
 
     def first(self) -> None:
         """Connects and tries every command that is needed. Raises Invalid for what starting again cannot mend:
-        password, rights, certificate.
-
-        A Redis that is merely not there opens the breaker.
-        """
+        password, rights, certificate. A Redis that is merely not there opens the breaker."""
         self.location.check_files()
         try:
             refused = self.connections.once(self._rights)
@@ -152,9 +138,8 @@ class Calls:
         if refused is not None:
             if refused.kind == "denied":
                 self.connections.close()
-                raise Invalid(
-                    f"redis: the user may not do what this tier needs: {refused}; docs/redis.md has the rights"
-                )
+                refusal = f"redis: the user may not do what this tier needs: {refused}"
+                raise Invalid(f"{refusal}; docs/redis.md has the rights")
             self.refusal(refused, WRITE)
         log.info("redis opened", extra={"fields": {"where": self.location}})
 

@@ -1,5 +1,4 @@
-"""Connections to one Redis, to a cluster, or to the primary that Sentinels name: which node has what, and which thread
-may use which connection.
+"""Connections to a Redis, a cluster, or the primary that Sentinels name: which node has what, which thread uses which.
 
 Thread-safe. Connections are kept by thread: one whose thread was interrupted in the middle of a call is cleaned before
 another thread gets it. After a fault or a failover `reset` makes all threads look up the nodes and connect anew.
@@ -44,9 +43,9 @@ class RedisConnections:
         self._by_thread: dict[int, RedisConnection] = {}
         self._free: list[RedisConnection] = []  # given up for threads that wait
         self._queue: list[object] = []  # threads that wait, in order
-        self._closed = False
         self.generation = 0  # connections of an earlier one are not used any more
         self.dropped_total = 0  # connections given up with an answer outstanding
+        self._closed = False
         self._primary: Address | None = None
         self._slots: list[Address] = []
         self._nodes: tuple[Address, ...] = location.nodes
@@ -69,7 +68,7 @@ class RedisConnections:
     def once(self, work: Callable[[RedisConnection], Any]) -> Any:
         """Runs `work`; once more on new connections if old ones fail, which may be dead. Raises Down, Lost, Refused."""
         with self.connection() as connection:
-            used = connection.connected
+            used = bool(connection.by_node)  # its sockets may have died unnoticed
             try:
                 return work(connection)
             except Down as error:
@@ -102,17 +101,13 @@ class RedisConnections:
             self._lock.notify_all()
 
     def open_connections(self) -> int:
-        """How many there are."""
         with self._lock:
             return sum(len(connection.by_node) for connection in (*self._by_thread.values(), *self._free))
 
     def primaries(self, connection: RedisConnection) -> list[Address]:
-        """All nodes that hold blocks."""
         if self.location.cluster:
             return list(dict.fromkeys(self._map(connection)))
         return [self._single()]
-
-    # -- inside
 
     def _take(self) -> RedisConnection:
         me = threading.get_ident()

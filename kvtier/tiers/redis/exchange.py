@@ -1,5 +1,4 @@
-"""Questions to Redis and their answers, whole or the connection is closed. With connections.py the only file that
-imports redis.
+"""Questions to Redis and their answers, whole or the connection is closed. Only this and connections.py import redis.
 
 redis-py makes the connections and reads short answers with hiredis; blocks are sent from the arena and received into it
 on the same socket, without a copy between. A connection is marked before a question goes out and cleared after the
@@ -16,22 +15,11 @@ import ssl
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Protocol
 
 import redis
-from redis.exceptions import (
-    AskError,
-    AuthenticationError,
-    BusyLoadingError,
-    ClusterDownError,
-    MovedError,
-    NoPermissionError,
-    OutOfMemoryError,
-    ReadOnlyError,
-    RedisError,
-    ResponseError,
-    TryAgainError,
-)
+from redis import exceptions
 
 from kvtier.errors import Lost
 from kvtier.tiers.redis.location import Address
@@ -44,15 +32,10 @@ ROUNDS = 5  # redirections of a cluster that are followed
 
 # OpenSSL's codes of the alerts by which a server refuses the certificate of this end, or its absence.
 REFUSED_CERTIFICATE = {
-    "SSLV3_ALERT_BAD_CERTIFICATE",
-    "SSLV3_ALERT_CERTIFICATE_EXPIRED",
-    "SSLV3_ALERT_CERTIFICATE_REVOKED",
-    "SSLV3_ALERT_CERTIFICATE_UNKNOWN",
-    "SSLV3_ALERT_NO_CERTIFICATE",
-    "SSLV3_ALERT_UNSUPPORTED_CERTIFICATE",
-    "TLSV13_ALERT_CERTIFICATE_REQUIRED",
-    "TLSV1_ALERT_UNKNOWN_CA",
-}
+    "SSLV3_ALERT_BAD_CERTIFICATE", "SSLV3_ALERT_CERTIFICATE_EXPIRED", "SSLV3_ALERT_CERTIFICATE_REVOKED",
+    "SSLV3_ALERT_CERTIFICATE_UNKNOWN", "SSLV3_ALERT_NO_CERTIFICATE", "SSLV3_ALERT_UNSUPPORTED_CERTIFICATE",
+    "TLSV13_ALERT_CERTIFICATE_REQUIRED", "TLSV1_ALERT_UNKNOWN_CA",
+}  # fmt: skip
 
 Piece = bytes | memoryview
 
@@ -81,9 +64,7 @@ class Nodes(Protocol):
     """What knows which node has a name and how to connect to it: RedisConnections."""
 
     def address_of(self, connection: RedisConnection, name: bytes) -> Address: ...
-
     def moved(self, slot: int, address: Address) -> None: ...
-
     def connect(self, address: Address) -> Any: ...
 
 
@@ -130,19 +111,11 @@ class RedisConnection:
     """One thread's connection: a redis-py connection to each node. `marked` while an answer is outstanding."""
 
     def __init__(self, nodes: Nodes, generation: int) -> None:
-        self._nodes = nodes
+        self._nodes, self.generation = nodes, generation
         self.by_node: dict[Address, Any] = {}
-        self.generation = generation
-        self.marked = False
-        self.taken = False
-
-    @property
-    def connected(self) -> bool:
-        """Whether there is a socket that may have died unnoticed."""
-        return bool(self.by_node)
+        self.marked = self.taken = False
 
     def drop(self) -> None:
-        """Closes all connections."""
         connections, self.by_node = self.by_node, {}
         for connection in connections.values():
             connection.disconnect()
@@ -150,8 +123,7 @@ class RedisConnection:
 
     def tell(self, address: Address, *words: bytes | int) -> Any:
         """One short question to one node. Raises Down, Refused."""
-        raw = command(*words)
-        (answer,) = self._exchange(address, [RedisQuestion(b"", (raw,), _short, len(raw))])
+        (answer,) = self._exchange(address, [ask(b"", *words)])
         if isinstance(answer, Exception):
             raise _refused(answer)
         return answer
@@ -167,21 +139,19 @@ class RedisConnection:
             left = []
             for address, group in groups.items():
                 for i, answer in zip(group, self._exchange(address, [questions[i] for i in group]), strict=True):
-                    if isinstance(answer, MovedError):
+                    if isinstance(answer, exceptions.MovedError):
                         self._nodes.moved(answer.slot_id, _address(answer, address))
                         left.append(i)
-                    elif isinstance(answer, AskError):
+                    elif isinstance(answer, exceptions.AskError):
                         answer = self._asked(_address(answer, address), questions[i])
-                        left += [i] if isinstance(answer, AskError | TryAgainError) else []
-                    elif isinstance(answer, TryAgainError):
+                        left += [i] if isinstance(answer, exceptions.AskError | exceptions.TryAgainError) else []
+                    elif isinstance(answer, exceptions.TryAgainError):
                         left.append(i)
                     answers[i] = answer
             if not left:
                 break
             time.sleep(0.01 * attempt)
         return [_refused(answer) if isinstance(answer, Exception) else answer for answer in answers]
-
-    # -- inside
 
     def _asked(self, address: Address, question: RedisQuestion) -> Any:
         """A question about a slot that is on its way to another node."""
@@ -214,10 +184,10 @@ class RedisConnection:
                 question = questions[len(answers)]
                 try:
                     answers.append(question.receive(connection))
-                except ResponseError as error:
+                except exceptions.ResponseError as error:
                     answers.append(error)
                 under_way -= question.nbytes
-        except (RedisError, OSError) as error:
+        except (exceptions.RedisError, OSError) as error:
             raise down(error, address) from error
         self.marked = False
         return answers
@@ -226,19 +196,10 @@ class RedisConnection:
 def _joined(pieces: Sequence[Piece]) -> list[Piece]:
     """The same bytes in fewer pieces: neighbours that are short become one."""
     found: list[Piece] = []
-    short: list[Piece] = []
-    for piece in pieces:
-        if len(piece) <= JOIN:
-            short.append(piece)
-            continue
-        if short:
-            found.append(b"".join(short))
-            short = []
-        found.append(piece)
-    return [*found, b"".join(short)] if short else found
-
-
-# -- answers
+    for short, group in groupby(pieces, lambda piece: len(piece) <= JOIN):
+        run = list(group)
+        found += [b"".join(run)] if short else run
+    return found
 
 
 def _short(connection: Any) -> Any:
@@ -296,26 +257,26 @@ def _some(sock: Any, into: memoryview, until: float) -> int:
     return n
 
 
-# -- faults
-
-
-def _address(error: AskError, asked: Address) -> Address:
+def _address(error: exceptions.AskError, asked: Address) -> Address:
     return (error.host or asked[0]), int(error.port)
 
 
 def _refused(error: Exception) -> Refused:
     """What an answer means for the caller. Raises Down for one that says that the server cannot work now."""
     text = f"{type(error).__name__}: {error}"[:200]
-    if isinstance(error, MovedError):
+    if isinstance(error, exceptions.MovedError):
         reason = "this is one node of a cluster, and others have blocks too: write cluster = true"
         raise Down(reason, permanent=True) from error
-    if isinstance(error, BusyLoadingError | ClusterDownError | TryAgainError | AskError):
+    if isinstance(
+        error,
+        exceptions.BusyLoadingError | exceptions.ClusterDownError | exceptions.TryAgainError | exceptions.AskError,
+    ):
         raise Down(text) from error
-    if isinstance(error, OutOfMemoryError):
+    if isinstance(error, exceptions.OutOfMemoryError):
         return Refused("full", "out of memory, and its policy evicts nothing")
-    if isinstance(error, ReadOnlyError):
+    if isinstance(error, exceptions.ReadOnlyError):
         return Refused("readonly", "a replica: it takes no writes")
-    if isinstance(error, NoPermissionError):
+    if isinstance(error, exceptions.NoPermissionError):
         return Refused("denied", str(error)[:200])
     return Refused("other", text)
 
@@ -324,9 +285,9 @@ def down(error: Exception, address: Address) -> Down:
     """What failed, by classes and codes of redis-py and OpenSSL, and a reason that says what to look at."""
     node = f"{address[0]}:{address[1]}" if address[1] else address[0]
     text = str(error)[:200]
-    if isinstance(error, AuthenticationError):
+    if isinstance(error, exceptions.AuthenticationError):
         return Down(f"{node} refuses user and password: {text or 'wrong or missing'}", permanent=True)
-    if isinstance(error, NoPermissionError):
+    if isinstance(error, exceptions.NoPermissionError):
         return Down(f"{node} refuses this user a command: {text}", permanent=True)
     if isinstance(error, socket.timeout | redis.TimeoutError):
         return Down(f"{node} does not answer in time")

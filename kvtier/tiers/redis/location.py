@@ -27,13 +27,9 @@ Address = tuple[str, int]  # host and port; ("/path", 0) for a Unix socket
 
 @dataclass(frozen=True, slots=True)
 class RedisLocation:
-    """nodes: the server, or some nodes of the cluster, or the Sentinels. sentinel: the name of what these watch. ttl
-    (0: none), timeout: seconds.
-
-    prefix      how the names of the blocks begin; daemons that are to share blocks need the same
-    connections to each server at most
-    write       bytes a second that may be written, 0 for no limit
-    """
+    """nodes: the server, or some nodes of the cluster, or the Sentinels. sentinel: the name of what these watch.
+    prefix: how the names of the blocks begin; daemons that are to share blocks need the same. connections: to each
+    server at most. write: bytes a second that may be written (0: no limit). ttl (0: none), timeout: seconds."""
 
     nodes: tuple[Address, ...]
     tls: bool = False
@@ -69,25 +65,20 @@ class RedisLocation:
             raise Invalid("prefix is 1 to 64 letters, digits, dots, dashes or underscores")
         limits = [0.05 <= self.timeout <= 60, 2 <= self.connections <= 256, 0 <= self.ttl < 2**31, 0 <= self.db < 65536]
         if not all(limits):
-            raise Invalid(
-                "timeout is 0.05 to 60 seconds, connections 2 to 256, ttl 0 to 2147483647 seconds, "
-                "the database 0 to 65535"
-            )
+            ranges = "timeout is 0.05 to 60 seconds, connections 2 to 256, ttl 0 to 2147483647 seconds"
+            raise Invalid(f"{ranges}, the database 0 to 65535")
 
     @property
     def unix(self) -> bool:
-        """Whether it is a Unix socket of this host."""
         return self.nodes[0][0].startswith("/")
 
     def check_files(self) -> None:
-        """Raises Invalid for a file that cannot be read."""
         self.secret()
         for name in ("ca", "cert", "key"):
             path = getattr(self, name)
             if path is not None and not os.access(path, os.R_OK):
-                raise Invalid(
-                    f"{name}: {path} does not exist or cannot be read by this user: create it, or correct the path"
-                )
+                advice = "create it, or correct the path"
+                raise Invalid(f"{name}: {path} does not exist or cannot be read by this user: {advice}")
 
     def secret(self) -> str | None:
         """The password as it is now. Raises Invalid where its file cannot be read."""
@@ -99,10 +90,8 @@ class RedisLocation:
         except OSError as error:
             raise Invalid(f"password_file {self.password_file}: {error.strerror}") from None
         if len(raw) > MAX_SECRET:
-            raise Invalid(
-                f"password_file {self.password_file} has more than {MAX_SECRET} bytes: "
-                "it holds the password and a line end, no more"
-            )
+            advice = "it holds the password and a line end, no more"
+            raise Invalid(f"password_file {self.password_file} has more than {MAX_SECRET} bytes: {advice}")
         try:
             return raw.decode().removesuffix("\n").removesuffix("\r")
         except UnicodeDecodeError:
@@ -123,16 +112,12 @@ class RedisLocation:
 
 
 def parse_url(url: object) -> dict[str, object]:
-    """Fields of `RedisLocation` from "redis://user:password@host:port/db" and its like.
-
-    Raises Invalid, without repeating the URL: it may hold a password.
-    """
+    """Fields of `RedisLocation` from "redis://user:password@host:port/db" and its like. Raises Invalid, without
+    repeating the URL: it may hold a password."""
     match = _URL.fullmatch(url) if isinstance(url, str) and len(url) <= 8192 else None
     if match is None:
-        raise Invalid(
-            f"url is not one of Redis: {_SCHEMES}; user and password percent-encoded, "
-            "so that none of @ / ? # stands in them"
-        )
+        encoded = "user and password percent-encoded, so that none of @ / ? # stands in them"
+        raise Invalid(f"url is not one of Redis: {_SCHEMES}; {encoded}")
     scheme, login, hosts, path = match.groups()
     found: dict[str, object] = {"tls": scheme == "rediss"}
     if login is not None:

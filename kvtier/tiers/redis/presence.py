@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable
 
 MAX_SEEN = 65_536  # answers; about 250 bytes each
@@ -63,17 +64,12 @@ class Presence:
         return mine
 
     def handles(self) -> set[int]:
-        """Namespaces of which a block was heard of."""
         with self._lock:
             return set(self._by_handle)
 
     def check_integrity(self) -> None:
-        """Asserts that the counts are right and the limit kept."""
         with self._lock:
-            counts: dict[int, int] = {}
-            for here, _, handle in self._answers.values():
-                if here and handle:
-                    counts[handle] = counts.get(handle, 0) + 1
+            counts = Counter(handle for here, _, handle in self._answers.values() if here and handle)
             assert counts == self._by_handle
             assert len(self._answers) <= self._most
 

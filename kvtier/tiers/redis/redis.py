@@ -33,8 +33,8 @@ PATIENCE = 5.0  # seconds that `close` waits for calls under way
 
 
 class Redis:
-    """Blocks in the Redis at `location`. Connects once on the way in: raises Invalid where the settings are wrong
-    (password, rights, certificate); a Redis that is merely not there is waited for in the background."""
+    """Blocks in the Redis at `location`. Connects at once: raises Invalid where the settings are wrong (password,
+    rights, certificate); a Redis that is merely not there is waited for in the background."""
 
     name = "redis"
 
@@ -42,16 +42,12 @@ class Redis:
         self._calls = Calls(location)
         self._calls.first()
         self._presence = Presence()
-        self._users = 0
-        self._closing = False
+        self._users, self._closing = 0, False
         self._asker = Asker(self._calls, self._presence)
         self._upkeep = Upkeep(self._calls)
 
-    # -- what is known without waiting
-
     def find(self, keys: Sequence[bytes]) -> list[bool]:
-        """For each key whether the block was lately heard to be here. No I/O and no lock; what is not known is asked in
-        the background."""
+        """For each key whether it was lately heard to be here. No lock; what is unknown is asked in the background."""
         if not self._calls.breaker.closed:
             return [False] * len(keys)
         now, presence, asker = time.monotonic(), self._presence, self._asker
@@ -70,7 +66,6 @@ class Redis:
         return found
 
     def unsure(self, keys: Sequence[bytes]) -> list[bool]:
-        """For each key whether it is being asked: an answer is to be had in some milliseconds."""
         if not self._calls.breaker.closed:
             return [False] * len(keys)
         now = time.monotonic()
@@ -81,10 +76,7 @@ class Redis:
         return self._presence.handles()
 
     def blocks_by_namespace(self) -> dict[int, tuple[int, int]]:
-        """Empty: Redis does not say."""
         return {}
-
-    # -- calls
 
     def write(self, blocks: Sequence[Outgoing]) -> list[bool]:
         """Keeps blocks that are not there already. False for what Redis refuses. Raises Unavailable while it fails."""
@@ -142,25 +134,18 @@ class Redis:
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """Forgets these: here at once, in Redis within 50 ms or once it answers again. How many were known here."""
-        now = time.monotonic()
-        known = sum(
-            bool(self._presence.get(key, now)) for key in dict.fromkeys(keys) if not self._asker.forgetting(key)
-        )
-        self._asker.delete(keys)
+        now, asker = time.monotonic(), self._asker
+        known = sum(bool(self._presence.get(key, now)) for key in set(keys) if not asker.forgetting(key))
+        asker.delete(keys)
         return known
 
     def drop(self, namespace: Namespace) -> int:
         """Forgets a namespace's blocks: here at once, in Redis in the background, by going through all names. Returns
-        how many were known here.
-
-        A namespace that was only crowded out of this daemon's registry is not dropped: its blocks are other daemons'
-        too.
-        """
+        how many were known here. A namespace that was only crowded out of this daemon's registry is not dropped: its
+        blocks are other daemons' too."""
         if not namespace.crowded:
             self._upkeep.dropping[namespace.digest] = None
         return len(self._presence.forget(namespace.handle))
-
-    # -- operators
 
     def gauges(self) -> dict[str, int]:
         """Numbers for operators. capacity, used, blocks, evicted: what Redis said of all it has, a few seconds ago."""
@@ -179,20 +164,16 @@ class Redis:
             }
 
     def fault(self) -> str:
-        """What is wrong now, in words; "" if nothing is."""
         return self._calls.health.fault or self._calls.breaker.reason
 
     def look(self) -> None:
-        """Asks Redis what it says of its memory, now. Raises Unavailable."""
         with self._used():
             self._upkeep.look()
 
     def alive(self) -> bool:
-        """Whether its threads run."""
-        return self._asker.alive() and self._upkeep.alive()
+        return self._asker.thread.is_alive() and self._upkeep.thread.is_alive()
 
     def check_integrity(self) -> None:
-        """Asserts that counts agree and limits are kept."""
         self._presence.check_integrity()
         self._asker.check_integrity()
 
@@ -205,8 +186,6 @@ class Redis:
         self._asker.close(PATIENCE)
         self._upkeep.close(PATIENCE)
         self._calls.connections.close()
-
-    # -- inside
 
     @contextmanager
     def _used(self) -> Iterator[None]:

@@ -1,8 +1,5 @@
-"""What the Redis tier does by itself: the trial of an open breaker, a look at Redis's memory now and then, going
-through all names for a drop.
-
-One thread. Whatever it does, no caller waits for it.
-"""
+"""What the Redis tier does by itself, in one thread: the trial of an open breaker, a look at Redis's memory now and
+then, going through all names for a drop. No caller waits for it."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import logging
 import threading
 import time
 from operator import methodcaller
-from typing import Any
 
 from kvtier.errors import Unavailable
 from kvtier.tiers.redis.calls import Calls
@@ -21,7 +17,6 @@ TICK, LOOK_EVERY = 0.1, 5.0  # seconds between looks at the breaker, and at what
 DROP = "drop"
 SCAN = 1000  # names of one step of a drop
 _NAMESPACE = slice(FRONT_BYTES + 64, FRONT_BYTES + 96)  # of a value: the header's field
-
 log = logging.getLogger(__name__)
 
 
@@ -34,23 +29,17 @@ class Upkeep:
         self.dropping: dict[bytes, None] = {}
         self._looked = 0.0
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="redis-upkeep", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="redis-upkeep", daemon=True)
+        self.thread.start()
 
     def look(self) -> None:
         """Asks Redis what it says of its memory, now. Raises Unavailable."""
         self._calls.call(self._look, "read_faults")
 
-    def alive(self) -> bool:
-        """Whether the thread runs."""
-        return self._thread.is_alive()
-
     def close(self, patience: float) -> None:
         """Ends the thread, after the call that it makes now."""
         self._stop.set()
-        self._thread.join(patience)
-
-    # -- the thread
+        self.thread.join(patience)
 
     def _run(self) -> None:
         calls = self._calls
@@ -75,9 +64,10 @@ class Upkeep:
         calls, total = self._calls, dict.fromkeys(self.server, 0)
         for address in calls.connections.primaries(connection):
             try:
-                numbers = _info(connection.tell(address, b"INFO"))
+                lines = connection.tell(address, b"INFO").decode(errors="replace").splitlines()
             except Refused:
                 return
+            numbers = dict(line.split(":", 1) for line in lines if ":" in line)
             keyspace = numbers.get(f"db{calls.location.db}", "keys=0")
             total["capacity_bytes"] += int(numbers.get("maxmemory", 0))
             total["used_bytes"] += int(numbers.get("used_memory", 0))
@@ -105,8 +95,3 @@ class Upkeep:
                     break
         if not self._stop.is_set():
             self.dropping.pop(digest, None)
-
-
-def _info(raw: Any) -> dict[str, str]:
-    lines = (line.partition(":") for line in raw.decode(errors="replace").splitlines())
-    return {name: value for name, mark, value in lines if mark}

@@ -1,5 +1,4 @@
-"""What stands around a block in a Redis value: 32 bytes in front, then the block as it is everywhere. docs/redis.md has
-the table.
+"""A Redis value: 32 bytes in front, then the block as it is everywhere. docs/redis.md has the table.
 
 The front carries length, checksum and the beginning of the key, so that half a value, a stale one or another key's is
 told before and after its bytes are read. Pure functions.

@@ -14,24 +14,21 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from kvtier.tiers.ssd.disk import CREATE, DIRECT, WRITE, Disk
 
 WRITERS, PARALLEL_BYTES = 4, 4 * 2**20  # threads that write one batch; a smaller batch needs one
-
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
 class DataFile:
-    """The file at `path`, made if need be and cut to whole slabs, `most` at most.
-
-    sync   written bytes are durable before `write` returns
-    """
+    """The file at `path`, made if need be and cut to whole slabs, `most` at most. `sync`: what is written is durable
+    before `write` returns."""
 
     def __init__(self, path: Path, disk: Disk, slab_bytes: int, most: int, sync: bool) -> None:
-        self._disk = disk
-        self._slab_bytes = slab_bytes
-        self._sync = sync
+        self._disk, self._slab_bytes, self._sync = disk, slab_bytes, sync
         self._directory = path.parent
         self.direct = True
         try:
@@ -43,7 +40,7 @@ class DataFile:
             self._use_the_page_cache()
         try:
             size = disk.size(self._fd)
-            self.slabs = min(size // slab_bytes, most)  # with disk behind them
+            self.slabs = min(size // slab_bytes, most)  # with disk behind them, of `nbytes` together
             if size > self.nbytes:  # the capacity was made smaller, or a slab was never finished
                 disk.truncate(self._fd, self.nbytes)
         except BaseException:
@@ -52,7 +49,6 @@ class DataFile:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slabs that have disk behind them."""
         return self.slabs * self._slab_bytes
 
     def read(self, slot: memoryview, offset: int) -> int:
@@ -74,7 +70,7 @@ class DataFile:
         def work(part: Sequence[tuple[memoryview, int]]) -> None:
             try:
                 for slot, offset in part:
-                    self._transfer(self._write, slot, offset)
+                    self._transfer(self._disk.write, slot, offset)
             except BaseException as error:
                 faults.append(error)
 
@@ -108,11 +104,7 @@ class DataFile:
     def close(self) -> None:
         self._disk.close(self._fd)
 
-    def _write(self, fd: int, slot: memoryview, offset: int) -> int:
-        self._disk.write(fd, slot, offset)
-        return len(slot)
-
-    def _transfer(self, call: Callable[[int, memoryview, int], int], slot: memoryview, offset: int) -> int:
+    def _transfer(self, call: Callable[[int, memoryview, int], T], slot: memoryview, offset: int) -> T:
         try:
             return call(self._fd, slot, offset)
         except OSError as error:

@@ -62,9 +62,8 @@ def claim(directory: Path, disk: Disk) -> int:
         owner = os.pread(lock, 20, 0).decode("ascii", "replace").strip()
         disk.close(lock)
         owner = f"process {owner}" if owner.isdigit() else "a process that does not say which"
-        raise Unavailable(
-            f"{directory} belongs to another daemon ({owner}): stop it, or give this one a directory of its own"
-        ) from None
+        advice = "stop it, or give this one a directory of its own"
+        raise Unavailable(f"{directory} belongs to another daemon ({owner}): {advice}") from None
     except OSError:
         disk.close(lock)
         raise
@@ -73,8 +72,7 @@ def claim(directory: Path, disk: Disk) -> int:
 
 def read_format(directory: Path, disk: Disk) -> int | None:
     """Bytes of a slab; None for a directory without a format. Raises Invalid (another format, broken), OSError."""
-    path = directory / FORMAT_FILE
-    if (raw := _read(path, _MAX_FORMAT_BYTES, disk)) is None:
+    if (raw := _read(path := directory / FORMAT_FILE, _MAX_FORMAT_BYTES, disk)) is None:
         return None
     try:
         told = json.loads(raw)
@@ -82,30 +80,25 @@ def read_format(directory: Path, disk: Disk) -> int | None:
     except (ValueError, KeyError, TypeError, RecursionError):
         raise Invalid(f"{path} is not readable: move {directory} away to start with an empty one") from None
     if version != FORMAT:
-        raise Invalid(
-            f"{directory} has SSD format {str(version)[:20]}; this version reads {FORMAT}: "
-            "move it away, or run the version that wrote it"
-        )
+        advice = "move it away, or run the version that wrote it"
+        raise Invalid(f"{directory} has SSD format {str(version)[:20]}; this version reads {FORMAT}: {advice}")
     if type(slab) is not int or not 0 < slab < 2**40 or slab % SLOT_ALIGN:
-        raise Invalid(
-            f"{path} names slabs of {str(slab)[:20]} bytes, which are not pages of {SLOT_ALIGN}: move {directory} away"
-        )
+        slabs = f"slabs of {str(slab)[:20]} bytes, which are not pages of {SLOT_ALIGN}"
+        raise Invalid(f"{path} names {slabs}: move {directory} away")
     return slab
 
 
 def write_format(directory: Path, slab_bytes: int, disk: Disk) -> None:
     """Makes an empty directory one of this format, durably. Raises Invalid if it holds files of others, OSError."""
     if foreign := sorted(entry.name for entry in directory.iterdir() if entry.name not in _NEW):
-        raise Invalid(
-            f"{directory} holds other files ({', '.join(foreign)[:100]}): give the SSD tier a directory of its own"
-        )
+        advice = "give the SSD tier a directory of its own"
+        raise Invalid(f"{directory} holds other files ({', '.join(foreign)[:100]}): {advice}")
     _replace(directory / FORMAT_FILE, json.dumps({"kvtier_ssd": FORMAT, "slab_bytes": slab_bytes}).encode(), disk)
 
 
 def read_ttls(directory: Path, disk: Disk) -> dict[str, int]:
     """Times-to-live in seconds, by what `expiry` calls a namespace. Raises Invalid for a broken file, OSError."""
-    path = directory / TTLS
-    if (raw := _read(path, _MAX_TTLS_BYTES, disk)) is None:
+    if (raw := _read(path := directory / TTLS, _MAX_TTLS_BYTES, disk)) is None:
         return {}
     try:
         ttls = json.loads(raw)
@@ -122,7 +115,6 @@ def write_ttls(directory: Path, ttls: Mapping[str, int], disk: Disk) -> None:
 
 
 def _read(path: Path, most: int, disk: Disk) -> bytes | None:
-    """The first bytes of a file; None if there is no such file."""
     try:
         with disk.opened(path, READ) as fd:
             return os.pread(fd, most, 0)

@@ -1,5 +1,4 @@
-"""Every call that the SSD tier makes to the file system, in one place: what a test stands in for to lose, tear, refuse
-or hold up a write.
+"""Every call that the SSD tier makes to the file system: a test stands in for it to lose, tear or hold up a write.
 
 One rule: nothing but regular files is opened, and no symbolic link is followed at the last step of a path. All methods
 raise OSError. Stateless, thread-safe; all but `free` may block for as long as the disk does.
@@ -35,7 +34,6 @@ class Disk:
 
     @contextmanager
     def opened(self, path: Path, flags: int) -> Iterator[int]:
-        """A descriptor that is closed in the end."""
         fd = self.open(path, flags)
         try:
             yield fd
@@ -43,7 +41,6 @@ class Disk:
             self.close(fd)
 
     def size(self, fd: int) -> int:
-        """Bytes of the file."""
         return os.fstat(fd).st_size
 
     def append(self, fd: int, data: bytes) -> None:
@@ -53,7 +50,6 @@ class Disk:
             view = view[os.write(fd, view) :]
 
     def write(self, fd: int, data: memoryview, offset: int) -> None:
-        """All of `data` at this offset."""
         while data:
             written = os.pwritev(fd, [data], offset)
             if written <= 0:
@@ -101,3 +97,6 @@ class Disk:
         """(bytes of the file system, bytes of it that we may still take)."""
         found = os.statvfs(directory)
         return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+
+
+DISK = Disk()

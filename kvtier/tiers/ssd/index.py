@@ -1,5 +1,4 @@
-"""The SSD tier's index as it lives: a journal that follows the ledger, tombstones that wait for it, checkpoints that
-shorten it.
+"""The SSD tier's index as it lives: a journal that follows the ledger, tombstones that wait for it, checkpoints.
 
 `lock` keeps the journal in order: who changes what it says holds it, for as long as the disk takes. `tier_lock` is the
 tier's own lock, held for microseconds inside it. A thread, the keeper, journals tombstones that no write takes along
@@ -27,7 +26,6 @@ CROWDED = 1.0  # seconds that a write waits for the index to be shortened
 _FRAMES = 256  # bytes of the frames around a write's records
 NAMESPACES_SHARE = 8  # one part in 8 of the index is for descriptions
 Register = Callable[[bytes, str], Namespace]
-
 log = logging.getLogger(__name__)
 
 
@@ -36,14 +34,12 @@ class Tombstones:
 
     def __init__(self) -> None:
         self._keys: list[bytes] = []
-        self.made = 0
-        self.durable = 0  # of `made`: in the journal, or left out by a checkpoint
+        self.made = self.durable = 0  # durable: of those made, in the journal or left out by a checkpoint
 
     def __bool__(self) -> bool:
         return bool(self._keys)
 
     def add(self, key: bytes) -> None:
-        """One more."""
         self._keys.append(key)
         self.made += 1
 
@@ -53,7 +49,6 @@ class Tombstones:
         return taken
 
     def put_back(self, keys: list[bytes]) -> None:
-        """They did not get there."""
         self._keys[:0] = keys
 
     def checkpointed(self, made: int) -> None:
@@ -64,31 +59,23 @@ class Tombstones:
 
 
 class JournalNamespaces:
-    """Namespaces that the journal has a description of, each under a number that is never used for another. Under the
-    tier's lock.
-
-    limit   bytes of their frames
-    """
+    """Namespaces that the journal describes, each under a number that is never used for another; `limit`: bytes of
+    their frames. Under the tier's lock."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._next = 1
         self._bytes = 0
+        self.next = 1  # numbers below are taken
         self.crowded = False  # one was refused because the limit was reached
         self.numbers: dict[int, int] = {}  # by handle
         self.described: dict[int, tuple[str, bytes]] = {}  # by number: tenant and description
 
-    def begin(self, number: int) -> None:
-        """Numbers below are taken."""
-        self._next = number
-
     def add(self, handle: int, entry: NamespaceEntry) -> None:
-        """The journal has this one."""
         number, tenant, description = entry
         self.numbers[handle] = number
         self.described[number] = (tenant, description)
         self._bytes += _size(tenant, description)
-        self._next = max(self._next, number + 1)
+        self.next = max(self.next, number + 1)
 
     def fits(self, namespace: Namespace) -> bool:
         """Whether this one is in the journal or may still be written to it."""
@@ -103,7 +90,7 @@ class JournalNamespaces:
         new: dict[int, NamespaceEntry] = {}
         for namespace in namespaces:
             if namespace.handle not in self.numbers and namespace.handle not in new:
-                new[namespace.handle] = (self._next + len(new), namespace.tenant, namespace.description.canonical)
+                new[namespace.handle] = (self.next + len(new), namespace.tenant, namespace.description.canonical)
         return new
 
     def number(self, handle: int, new: Mapping[int, NamespaceEntry]) -> int:
@@ -129,33 +116,23 @@ class Index:
     ) -> None:
         self.lock = threading.Lock()
         self.checkpoints = 0
-        self._journal = journal
-        self._ledger = ledger
-        self._tombstones = tombstones
-        self._tier_lock = tier_lock
-        self._health = health
-        self._namespaces = JournalNamespaces(journal.limit // NAMESPACES_SHARE)
-        self._tight = False  # something did not fit into the limit
-        self._stop = False
+        self._journal, self._ledger, self._tombstones = journal, ledger, tombstones
+        self._tier_lock, self._health = tier_lock, health
+        self.namespaces = JournalNamespaces(journal.limit // NAMESPACES_SHARE)
+        self._tight = self._stop = False  # tight: something did not fit into the limit
         self._keeper: threading.Thread | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all index files."""
         return self._journal.total
-
-    # -- start and end
 
     def load(self, register: Register) -> Records:
         """What is live by the journal, oldest first, under the handles of namespaces that `register` makes. Reads index
-        files only.
-
-        Blocks of a namespace that is not understood are left out; a later checkpoint does not name them.
-        """
+        files only. Blocks of a namespace that is not understood are left out; a later checkpoint does not name them."""
         records, described = recovery.read(self._journal.load())
         if self._journal.damaged:
             log.warning("ssd index damaged", extra={"fields": {"files": ",".join(self._journal.damaged)}})
-        self._namespaces.begin(max(described, default=0) + 1)
+        self.namespaces.next = max(described, default=0) + 1
         handles: dict[int, int] = {}
         for number in recovery.namespaces_of(records) - described.keys():  # a power cut took the description
             self.disown(records[records["namespace"] == number])
@@ -163,7 +140,7 @@ class Index:
             handle = _handle_of(register, *described[number])
             if handle is not None:
                 handles[number] = handle
-                self._namespaces.add(handle, (number, *described[number]))
+                self.namespaces.add(handle, (number, *described[number]))
         return recovery.renumber(records, handles)
 
     def disown(self, records: Records) -> None:
@@ -201,19 +178,17 @@ class Index:
 
     def put(self, wanted: Sequence[tuple[Outgoing, int]]) -> None:
         """Journals blocks whose data stands in the slots of these rows. Raises OSError or Full with nothing journalled.
-
-        Tombstones that wait go before: one of the same key is older.
-        """
+        Tombstones that wait go before: one of the same key is older."""
         ledger = self._ledger
         with self._tier_lock:
             keys = self._tombstones.take()
-            new = self._namespaces.missing(out.namespace for out, _ in wanted)
+            new = self.namespaces.missing(out.namespace for out, _ in wanted)
             records = recovery.puts(
                 [out.key for out, _ in wanted],
                 nbytes=[out.nbytes for out, _ in wanted],
                 page=ledger.pages(row for _, row in wanted),
                 slot=[len(out.slot) for out, _ in wanted],
-                namespace=[self._namespaces.number(out.namespace.handle, new) for out, _ in wanted],
+                namespace=[self.namespaces.number(out.namespace.handle, new) for out, _ in wanted],
                 checksum=[out.checksum for out, _ in wanted],
             )
         self._append(keys, recovery.join(recovery.forgets(keys), records), new)
@@ -228,7 +203,7 @@ class Index:
             raise
         with self._tier_lock:
             for handle, entry in new.items():
-                self._namespaces.add(handle, entry)
+                self.namespaces.add(handle, entry)
             self._tombstones.durable += len(keys)
             self._journal.spare = self._spare()
             self._tier_lock.notify_all()
@@ -244,10 +219,6 @@ class Index:
             self._tier_lock.notify_all()
         return self._tier_lock.wait_for(lambda: self._journal.free >= need or self._stop, CROWDED)
 
-    def takes(self, namespace: Namespace) -> bool:
-        """Whether blocks of this namespace can be journalled."""
-        return self._namespaces.fits(namespace)
-
     def await_tombstones(self) -> None:
         """Waits a moment until all tombstones so far are on disk."""
         made = self._tombstones.made
@@ -255,19 +226,16 @@ class Index:
         self._tier_lock.wait_for(lambda: self._tombstones.durable >= made or self._stop, DELETED)
 
     def due(self) -> bool:
-        """Whether the keeper has something to do."""
         return (bool(self._tombstones) and not self._health.paused(WRITE)) or self._checkpoint_due()
 
     def _checkpoint_due(self) -> bool:
         worth = min(self._journal.limit // 8, max(CHECKPOINT_BYTES, self._journal.spare))
-        wanted = self._journal.since >= worth or self._namespaces.crowded or self._tight
+        wanted = self._journal.since >= worth or self.namespaces.crowded or self._tight
         return wanted and not self._health.paused(INDEX)
 
     def _spare(self) -> int:
         """Bytes of a checkpoint of what is known now, and a little more."""
-        return checkpoint_bytes(self._ledger.known + 64, self._namespaces.described)
-
-    # -- the keeper
+        return checkpoint_bytes(self._ledger.known + 64, self.namespaces.described)
 
     def _keep(self) -> None:
         stop = False
@@ -300,22 +268,22 @@ class Index:
             with self.lock:
                 with self._tier_lock:
                     self._tight = False
-                    pruned = self._namespaces.keep(self._ledger.handles())
+                    pruned = self.namespaces.keep(self._ledger.handles())
                     over = self._journal.total + self._journal.spare > self._journal.limit
                     if not (pruned or self._journal.since or over):
                         return
-                    described, numbers = dict(self._namespaces.described), dict(self._namespaces.numbers)
-                    self._journal.expect(checkpoint_bytes(self._ledger.known, described))
+                    described, numbers = dict(self.namespaces.described), dict(self.namespaces.numbers)
+                    self._journal.coming = checkpoint_bytes(self._ledger.known, described)
                 try:
                     number = self._journal.rotate()
                 except OSError:
-                    self._journal.expect(0)
+                    self._journal.coming = 0
                     raise
                 with self._tier_lock:
-                    snapshot, made = recovery.Snapshot(self._ledger), self._tombstones.made
+                    sealed, made = self._ledger.copy_sealed(), self._tombstones.made
             written = False
             try:
-                self._journal.checkpoint(number, described, snapshot.records(numbers))
+                self._journal.checkpoint(number, described, recovery.sealed_records(*sealed, numbers))
                 written = True
             finally:
                 with self.lock:

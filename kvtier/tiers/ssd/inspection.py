@@ -1,5 +1,4 @@
-"""Checks an SSD directory while no daemon has it: every index file, every record, the header and every byte of every
-block, and what else lies there.
+"""Checks an SSD directory while no daemon has it: index files, records, every byte of blocks, what else lies there.
 
 Holds the directory's lock meanwhile. Changes nothing unless told to repair; then blocks that fail are forgotten, ends
 of index files that are not whole and files that do not belong are moved to `quarantine/`, and what a checkpoint has
@@ -15,14 +14,16 @@ from dataclasses import dataclass, field
 from mmap import mmap
 from pathlib import Path
 
+import numpy as np
+
 from kvtier.errors import Invalid, KvtierError, Lost
 from kvtier.format.block import verify
 from kvtier.format.identity import derive_keys, namespace_digest, parse_description
 from kvtier.format.layout import SLOT_ALIGN
 from kvtier.store.allocator import Slabs
 from kvtier.tiers.ssd import directory, recovery
-from kvtier.tiers.ssd.disk import APPEND, CREATE, READ, Disk
-from kvtier.tiers.ssd.journal import IndexFiles, Journal, NamespaceEntry, Records, files_in, frames_of
+from kvtier.tiers.ssd.disk import APPEND, CREATE, DISK, READ
+from kvtier.tiers.ssd.journal import IndexFiles, Journal, NamespaceEntry, Records, frames_of
 
 MAX_LISTED = 1000  # findings kept; more are counted
 _MAX_TAIL = 64 * 2**20  # bytes of a broken end that are kept
@@ -55,11 +56,9 @@ class DirectoryReport:
 
     @property
     def clean(self) -> bool:
-        """Whether nothing is left to repair."""
         return self.found == self.repaired
 
     def add(self, where: str, what: str) -> None:
-        """Notes a finding."""
         self.found += 1
         if len(self.findings) < MAX_LISTED:
             self.findings.append(Damage(where, what))
@@ -67,30 +66,26 @@ class DirectoryReport:
 
 def check(path: Path, repair: bool = False, advance: Advance = lambda done, total: None) -> DirectoryReport:
     """Looks at everything, and repairs it if told to. `advance` hears how many bytes of slots are read, of how many.
-
-    Raises Invalid (no SSD directory), Unavailable (a daemon has it), Full (the disk fails).
-    """
-    disk, report = Disk(), DirectoryReport()
+    Raises Invalid (no SSD directory), Unavailable (a daemon has it), Full (the disk fails)."""
+    report = DirectoryReport()
     with ExitStack() as stack, directory.explained(path):
         if not path.is_dir() or not (path / directory.FORMAT_FILE).exists():
             raise Invalid(f"{path} is not an SSD tier's directory: it has no {directory.FORMAT_FILE}")
-        stack.callback(disk.close, directory.claim(path, disk))
-        slab_bytes = directory.read_format(path, disk)
+        stack.callback(DISK.close, directory.claim(path, DISK))
+        slab_bytes = directory.read_format(path, DISK)
         assert slab_bytes is not None
-        files = files_in(path)
-        misplaced, broken = _files(path, files, report, disk)
-        records, described = recovery.read(_entries(files, disk))
-        bad = _blocks(path, records, described, slab_bytes, report, advance, disk)
+        files = IndexFiles(path)
+        misplaced, broken = _files(path, files, report)
+        records, described = recovery.read(_entries(files))
+        digests = _namespaces(recovery.namespaces_of(records), described, report)
+        bad = _blocks(path, records, digests, slab_bytes, report, advance)
         if repair and report.found:
-            _repair(path, misplaced, broken, bad, disk)
+            _repair(path, misplaced, broken, bad)
             report.repaired = report.found
     return report
 
 
-# -- looking
-
-
-def _files(path: Path, files: IndexFiles, report: DirectoryReport, disk: Disk) -> tuple[list[Path], dict[Path, int]]:
+def _files(path: Path, files: IndexFiles, report: DirectoryReport) -> tuple[list[Path], dict[Path, int]]:
     """Looks at the directory: (what should not be there, index files with the bytes up to which they are whole)."""
     misplaced, broken = [], {}
     base, index = files.base, {file.name for file in files.all}
@@ -112,7 +107,7 @@ def _files(path: Path, files: IndexFiles, report: DirectoryReport, disk: Disk) -
     for file in files.all:
         report.index_bytes += file.lstat().st_size
     for file in _used(files):
-        with open(disk.open(file, READ), "rb") as stream:
+        with open(DISK.open(file, READ), "rb") as stream:
             size = os.fstat(stream.fileno()).st_size
             good = _end_of(frames_of(stream, size))
         if good < size:
@@ -137,45 +132,35 @@ def _end_of(frames: Iterator[NamespaceEntry | bytes]) -> int:
             return int(end.value)
 
 
-def _entries(files: IndexFiles, disk: Disk) -> Iterator[NamespaceEntry | bytes]:
+def _entries(files: IndexFiles) -> Iterator[NamespaceEntry | bytes]:
     for file in _used(files):
-        with open(disk.open(file, READ), "rb") as stream:
+        with open(DISK.open(file, READ), "rb") as stream:
             yield from frames_of(stream, os.fstat(stream.fileno()).st_size)
 
 
 def _blocks(
-    path: Path,
-    records: Records,
-    described: recovery.Described,
-    slab_bytes: int,
-    report: DirectoryReport,
-    advance: Advance,
-    disk: Disk,
+    path: Path, records: Records, digests: dict[int, bytes], slab_bytes: int, report: DirectoryReport, advance: Advance
 ) -> list[bytes]:
     """Looks at every block that the index knows. Returns the keys of those that fail."""
-    digests = _namespaces(recovery.namespaces_of(records), described, report)
     try:
-        fd = disk.open(path / directory.DATA, READ)
+        fd = DISK.open(path / directory.DATA, READ)
     except OSError as error:
         report.add(directory.DATA, f"cannot be opened: {error.strerror}")
         return recovery.keys_of(records)
     bad: list[bytes] = []
     with ExitStack() as stack:
-        stack.callback(disk.close, fd)
-        report.data_bytes = disk.size(fd)
+        stack.callback(DISK.close, fd)
+        report.data_bytes = DISK.size(fd)
         slabs = Slabs(report.data_bytes, slab_bytes)
         fits = slabs.restore(records["page"], records["slot"])
         report.blocks, done, total = len(records), 0, int(records["slot"].sum(dtype="u8"))
         for i in records["page"].argsort(kind="stable").tolist():
-            record, key = records[i], records[i]["key"].tobytes()
+            record = records[i]
             nbytes, slot, offset = int(record["nbytes"]), int(record["slot"]), int(record["page"]) * SLOT_ALIGN
             fault = "" if fits[i] and 0 < nbytes <= slot else "stands where no slot of its size is"
-            fault = fault or _fault_of(
-                fd, disk, key, nbytes, offset, int(record["checksum"]), digests.get(int(record["namespace"]))
-            )
-            if fault:
+            if fault := fault or _fault_of(fd, record, nbytes, offset, digests.get(int(record["namespace"]))):
                 report.add(f"{directory.DATA}+{offset}", fault)
-                bad.append(key)
+                bad.append(record["key"].tobytes())
             else:
                 report.whole += 1
                 report.nbytes += nbytes
@@ -199,19 +184,18 @@ def _namespaces(numbers: set[int], described: recovery.Described, report: Direct
     return digests
 
 
-def _fault_of(fd: int, disk: Disk, key: bytes, nbytes: int, offset: int, checksum: int, namespace: bytes | None) -> str:
-    """What is wrong with a block; "" if nothing."""
+def _fault_of(fd: int, record: np.void, nbytes: int, offset: int, namespace: bytes | None) -> str:
     if namespace is None:
         return "is of a namespace that is not understood"
+    key = record["key"].tobytes()
     with mmap(-1, nbytes) as memory, memoryview(memory) as block:
         try:
-            got = disk.read(fd, block, offset)
+            got = DISK.read(fd, block, offset)
             if got < nbytes:
                 return f"ends after {got} of {nbytes} bytes"
-            header = verify(block, key, checksum)
-            derived = derive_keys(
-                header.namespace, header.resolved, header.context, header.content_hash, header.hash_bytes
-            )
+            header = verify(block, key, int(record["checksum"]))
+            what = (header.namespace, header.resolved, header.context, header.content_hash, header.hash_bytes)
+            derived = derive_keys(*what)
         except OSError as error:
             return f"cannot be read: {error.strerror}"
         except Lost as error:
@@ -223,22 +207,19 @@ def _fault_of(fd: int, disk: Disk, key: bytes, nbytes: int, offset: int, checksu
     return "" if derived == [key] else "has a key that does not follow from its header"
 
 
-# -- repairing
-
-
-def _repair(path: Path, misplaced: list[Path], broken: dict[Path, int], bad: list[bytes], disk: Disk) -> None:
+def _repair(path: Path, misplaced: list[Path], broken: dict[Path, int], bad: list[bytes]) -> None:
     for entry in misplaced:
-        disk.rename(entry, _place(path, entry.name, disk))
+        DISK.rename(entry, _place(path, entry.name))
     for file, good in broken.items():
-        with disk.opened(file, READ) as fd:
+        with DISK.opened(file, READ) as fd:
             tail = os.pread(fd, _MAX_TAIL, good)
-        with disk.opened(_place(path, f"{file.name}+{good}", disk), APPEND | CREATE) as fd:
-            disk.append(fd, tail)
-            disk.sync(fd)
+        with DISK.opened(_place(path, f"{file.name}+{good}"), APPEND | CREATE) as fd:
+            DISK.append(fd, tail)
+            DISK.sync(fd)
     for file, good in broken.items():
-        with disk.opened(file, APPEND) as fd:
-            disk.truncate(fd, good)
-    journal = Journal(path, 2**62, True, disk)
+        with DISK.opened(file, APPEND) as fd:
+            DISK.truncate(fd, good)
+    journal = Journal(path, 2**62, True, DISK)
     try:
         for _ in journal.load():  # which removes what was replaced
             pass
@@ -246,15 +227,15 @@ def _repair(path: Path, misplaced: list[Path], broken: dict[Path, int], bad: lis
             journal.append(recovery.forgets(bad))
     finally:
         journal.close()
-    disk.sync_directory(path)
+    DISK.sync_directory(path)
 
 
-def _place(path: Path, name: str, disk: Disk) -> Path:
+def _place(path: Path, name: str) -> Path:
     """A free name in the quarantine, which is made if need be."""
     folder = path / directory.QUARANTINE
     folder.mkdir(mode=0o700, exist_ok=True)
     n = 0
     while os.path.lexists(place := folder / (f"{name}.{n}" if n else name)):
         n += 1
-    disk.sync_directory(path)
+    DISK.sync_directory(path)
     return place

@@ -1,5 +1,4 @@
-"""The index of an SSD directory on disk: an append-only journal of what was put and what was forgotten, and checkpoints
-that shorten it.
+"""The index of an SSD directory on disk: an append-only journal of puts and forgets, and checkpoints that shorten it.
 
     frame     magic u32 | kind u32 | body bytes u64 | xxh3-64 of the body, seeded with kind and length, u64 | body
     kind 1    records of 64 bytes: put or forget a block
@@ -26,7 +25,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvtier.errors import Full
-from kvtier.tiers.ssd.disk import APPEND, CREATE, FRESH, READ, WRITE, Disk
+from kvtier.tiers.ssd.disk import APPEND, CREATE, DISK, FRESH, READ, WRITE, Disk
 
 PUT, FORGET = 1, 2
 RECORD = np.dtype(
@@ -50,25 +49,19 @@ _FRAME = struct.Struct("<IIQQ")
 _NS = struct.Struct("<II")
 _MAX_BODY = 1 << 34
 _NAME = re.compile(r"(checkpoint|journal)\.(\d{8}|[1-9]\d{8,17})(\.tmp)?", re.ASCII)
+_NEVER = 10**18  # above every number that `_NAME` takes
 _CHUNK = 1 << 16  # records in a frame of a checkpoint: 4 MiB
 
 
 class Journal:
-    """The journal files of one directory.
-
-    limit   bytes of all index files
-    sync    every append is durable before it returns
-    """
+    """The journal files of one directory. `limit`: bytes of all; `sync`: every append is durable before it returns."""
 
     def __init__(self, directory: Path, limit: int, sync: bool, disk: Disk) -> None:
-        self._directory = directory
-        self.limit = limit
-        self._sync = sync
-        self._disk = disk
+        self._directory, self.limit, self._sync, self._disk = directory, limit, sync, disk
         self._fd = -1
         self._torn = False  # what a failed append left could not be cut off yet
         self._others = 0  # bytes of index files beside the one that is written
-        self._coming = 0  # bytes of a checkpoint that is being written
+        self.coming = 0  # bytes of a checkpoint that is being written: counted from before `rotate` until `replace`
         self.number = 0
         self.end = 0  # bytes of the journal file that is written
         self.since = 0  # bytes of journals since the last checkpoint
@@ -77,7 +70,7 @@ class Journal:
 
     def load(self) -> Iterator[NamespaceEntry | bytes]:
         """All namespaces and records (as bytes), in order; then opens a journal for appends. Reads index files only."""
-        files = files_in(self._directory)
+        files = IndexFiles(self._directory)
         base = files.base
         if base:
             yield from self._read(files.path("checkpoint", base), cut=False)
@@ -91,12 +84,12 @@ class Journal:
     @property
     def total(self) -> int:
         """Bytes of all index files, those of a checkpoint that is being written included."""
-        return self._others + self.end + self._coming
+        return self._others + self.end + self.coming
 
     @property
     def free(self) -> int:
         """Bytes that may be appended now."""
-        return self.limit - self.total - (0 if self._coming else self.spare)
+        return self.limit - self.total - (0 if self.coming else self.spare)
 
     def append(self, records: Records, told: Iterable[NamespaceEntry] = ()) -> None:
         """Records in one frame, after namespaces they name. Raises OSError, Full (the limit) with nothing appended."""
@@ -132,10 +125,7 @@ class Journal:
 
     def checkpoint(self, number: int, namespaces: Mapping[int, tuple[str, bytes]], records: Records) -> None:
         """Writes the state as it was at `rotate`, under a name that is no index file's yet. Raises OSError with nothing
-        left of it.
-
-        May run beside appends, between `expect` and `replace`.
-        """
+        left of it. May run beside appends, once `coming` is set, before `replace`."""
         temporary = self._temporary(number)
         self._disk.unlink(temporary)
         fd = self._disk.open(temporary, APPEND | FRESH)
@@ -152,13 +142,9 @@ class Journal:
         finally:
             self._disk.close(fd)
 
-    def expect(self, nbytes: int) -> None:
-        """Counts a checkpoint of so many bytes as written from here on, until `replace`. Before `rotate`."""
-        self._coming = nbytes
-
     def replace(self, number: int, written: bool) -> None:
         """Ends a checkpoint; if written, it replaces what was before. Raises OSError: then both stand, or the old."""
-        self._coming = 0
+        self.coming = 0
         try:
             if written:
                 self._disk.rename(self._temporary(number), self._directory / f"checkpoint.{number:08d}")
@@ -173,7 +159,6 @@ class Journal:
             self._fd = -1
 
     def _cut(self) -> None:
-        """Takes off what a failed append left."""
         self._disk.truncate(self._fd, self.end)
         self._torn = False
 
@@ -199,26 +184,22 @@ class Journal:
                     self._disk.truncate(fd, good)
 
     def _clean(self, base: int) -> None:
-        """Removes what a checkpoint has replaced, and halves of checkpoints."""
-        for path in files_in(self._directory).older_than(base):
+        for path in IndexFiles(self._directory).older_than(base):
             self._disk.unlink(path)
 
     def _measure(self) -> None:
         """Counts what stands beside the file that is written."""
-        files = files_in(self._directory)
-        sizes = {path.name: path.lstat().st_size for path in files.all}
         mine = f"journal.{self.number:08d}"
-        self._others = sum(size for name, size in sizes.items() if name != mine)
-        self.since = self.end + sum(
-            size for name, size in sizes.items() if name != mine and name.startswith("journal.")
-        )
+        others = {path.name: path.lstat().st_size for path in IndexFiles(self._directory).all if path.name != mine}
+        self._others = sum(others.values())
+        self.since = self.end + sum(size for name, size in others.items() if name.startswith("journal."))
 
     def _temporary(self, number: int) -> Path:
         return self._directory / f"checkpoint.{number:08d}.tmp"
 
 
 class IndexFiles:
-    """Names of the index files of a directory at one moment."""
+    """Names of the index files of a directory at one moment. Raises OSError."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -230,18 +211,12 @@ class IndexFiles:
     @property
     def base(self) -> int:
         """The number of the youngest whole checkpoint; 0 for none."""
-        return next(
-            (number for number in sorted(self.checkpoints, reverse=True) if _complete(self.path("checkpoint", number))),
-            0,
-        )
+        whole = (n for n in sorted(self.checkpoints, reverse=True) if _complete(self.path("checkpoint", n)))
+        return next(whole, 0)
 
     @property
     def all(self) -> list[Path]:
-        """Every index file."""
-        known = [self.path("checkpoint", n) for n in self.checkpoints] + [
-            self.path("journal", n) for n in self.journals
-        ]
-        return known + self.temporary
+        return self.older_than(_NEVER)
 
     def older_than(self, base: int) -> list[Path]:
         """What a checkpoint of this number has replaced, and halves of checkpoints."""
@@ -249,29 +224,20 @@ class IndexFiles:
         return self.temporary + [self.path(kind, n) for kind, numbers in kinds for n in numbers if n < base]
 
     def path(self, kind: str, number: int) -> Path:
-        """The file of a kind with this number."""
         return self._directory / f"{kind}.{number:08d}"
-
-
-def files_in(directory: Path) -> IndexFiles:
-    """The index files there now. Raises OSError."""
-    return IndexFiles(directory)
 
 
 def frames_of(file: BinaryIO, size: int) -> Generator[NamespaceEntry | bytes, None, int]:
     """Namespaces, and records as bytes, of an index file of `size` bytes. Returns the bytes of whole frames."""
     good = 0
-    while good < size:
-        frame = _read_frame(file, size - good)
-        if frame is None:
-            break
+    while good < size and (frame := _read_frame(file, size - good)) is not None:
         kind, body = frame
         if kind == _RECORDS:
             yield body
         elif kind == _NAMESPACE:
-            number, tenant_bytes = _NS.unpack_from(body)
-            at = _NS.size + tenant_bytes
-            yield number, body[_NS.size : at].decode(), body[at:]
+            if (entry := _entry_of(body)) is None:
+                break
+            yield entry
         good += _FRAME.size + len(body)
     return good
 
@@ -287,7 +253,7 @@ def _complete(path: Path) -> bool:
     """Whether a checkpoint ends as one: its last frame says so."""
     end = _frame(_END, b"")
     try:
-        fd = Disk().open(path, READ)
+        fd = DISK.open(path, READ)
     except OSError:
         return False
     with open(fd, "rb") as file:
@@ -322,16 +288,16 @@ def _read_frame(file: BinaryIO, left: int) -> tuple[int, bytes] | None:
         return None
     if (kind == _RECORDS and length % RECORD.itemsize) or (kind == _END and length):
         return None
-    if kind == _NAMESPACE and not _is_namespace(body):
-        return None
     return kind, body
 
 
-def _is_namespace(body: bytes) -> bool:
-    if len(body) < _NS.size or _NS.unpack_from(body)[1] > len(body) - _NS.size:
-        return False
+def _entry_of(body: bytes) -> NamespaceEntry | None:
+    """What `_namespace_body` made; None for anything else."""
+    if len(body) < _NS.size:
+        return None
+    number, tenant_bytes = _NS.unpack_from(body)
+    at = _NS.size + tenant_bytes
     try:
-        body[_NS.size : _NS.size + _NS.unpack_from(body)[1]].decode()
+        return (number, body[_NS.size : at].decode(), body[at:]) if at <= len(body) else None
     except UnicodeDecodeError:
-        return False
-    return True
+        return None

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtier.store.ledger import Ledger
 from kvtier.tiers.ssd.journal import FORGET, PUT, RECORD, NamespaceEntry, Records
 
 Described = dict[int, tuple[str, bytes]]  # number of a namespace -> (tenant, description)
@@ -27,18 +27,14 @@ def read(entries: Iterable[NamespaceEntry | bytes]) -> tuple[Records, Described]
 
 def latest(records: Records) -> Records:
     """What is left of puts and forgets, in the order of puts: of each key the last that was not forgotten after, unless
-    a later put took its slot.
-
-    A slot once given to another block is lost to the earlier one for good, also if the later was forgotten since and
-    the earlier's end is not told.
-    """
+    a later put took its slot. A slot once given to another block is lost to the earlier one for good, also if the later
+    was forgotten since and the earlier's end is not told."""
     keys = keys_of(records)
     puts = np.flatnonzero(records["kind"] == PUT)
     order = puts[np.argsort(records["page"][puts], kind="stable")]
     pages = records["page"][order]
-    final = np.append(pages[1:] != pages[:-1], True)[
-        : len(pages)
-    ]  # of two on one slot the later has written over the earlier
+    # of two on one slot the later has written over the earlier
+    final = np.append(pages[1:] != pages[:-1], True)[: len(pages)]
     if len(puts) < len(records) or len(set(keys)) != len(keys):
         last: dict[bytes, int] = {}
         for i, (key, kind) in enumerate(zip(keys, records["kind"].tolist(), strict=True)):
@@ -98,20 +94,12 @@ def join(first: Records, second: Records) -> Records:
     return np.concatenate((first, second)) if len(first) else second
 
 
-class Snapshot:
-    """All sealed blocks of a ledger at one moment. Made under its lock, in 20 ms a million; `records` takes longer."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._columns, self._keys = ledger.copy_sealed()
-
-    def records(self, numbers: Mapping[int, int]) -> Records:
-        """Oldest first; `numbers` are those of the namespaces, by handle. Blocks of others are left out."""
-        columns = self._columns
-        order = np.argsort(columns.pop("age"), kind="stable")
-        keys, rows = self._keys, columns.pop("row")[order].tolist()
-        records = np.zeros(len(order), RECORD)
-        records["kind"] = PUT
-        for name in ("nbytes", "page", "slot", "namespace", "checksum"):
-            records[name] = columns[name][order]
-        records["key"] = np.frombuffer(b"".join([keys[row] for row in rows]), "V32")
-        return renumber(records, numbers)
+def sealed_records(columns: dict[str, npt.NDArray[Any]], keys: Sequence[bytes], numbers: Mapping[int, int]) -> Records:
+    """Records of what `Ledger.copy_sealed` gave, oldest first; `numbers` are those of the namespaces, by handle. Blocks
+    of others are left out. Takes longer than the copy (20 ms a million): not under the ledger's lock."""
+    order = np.argsort(columns["age"], kind="stable")
+    rows = columns["row"][order].tolist()
+    records = puts([keys[row] for row in rows])
+    for name in ("nbytes", "page", "slot", "namespace", "checksum"):
+        records[name] = columns[name][order]
+    return renumber(records, numbers)

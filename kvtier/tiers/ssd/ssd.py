@@ -1,7 +1,5 @@
-"""The SSD tier: blocks in one preallocated file, slot by slot as they stand in the arena, and a journal that says which
-is where.
+"""The SSD tier: blocks in one preallocated file, slot by slot as in the arena, and a journal that says which is where.
 
-Bytes go straight between file and slot (O_DIRECT; through the page cache where the file system refuses, logged once).
 Order of a put: what is evicted for it is journalled as forgotten, then the data is written, then the journal says
 "here". So after a crash at any point each block is whole or absent; a power cut without `sync` can leave a record
 without its data, which the checksum turns into a miss. A start reads the index only. The capacity is a hard cap on
@@ -9,8 +7,7 @@ everything in the directory, checked before writing, beside a floor of free spac
 disk degrades the tier (gauge, one log line a change; tried again after a pause), never the daemon.
 
 Thread-safe. The index's lock keeps the journal in order and may be held for as long as the disk takes; `_lock` guards
-everything in memory and is held for microseconds, never over I/O, so that a question never waits for a disk. Taken in
-this order. The format is docs/ssd.md.
+everything in memory and is held for microseconds, never over I/O. Taken in this order. The format is docs/ssd.md.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ from kvtier.store.store_counters import Counters
 from kvtier.tiers.health import READ, SPACE, WRITE, Health
 from kvtier.tiers.ssd import directory, recovery
 from kvtier.tiers.ssd.data_file import DataFile
-from kvtier.tiers.ssd.disk import Disk
+from kvtier.tiers.ssd.disk import DISK, Disk
 from kvtier.tiers.ssd.index import Index, Register, Tombstones
 from kvtier.tiers.ssd.journal import Journal
 from kvtier.tiers.tier import Outgoing
@@ -53,7 +50,6 @@ MAX_FAULTS = 3  # reads of one block that fail one after another before it is gi
 _AGAIN = 2.0  # seconds after the first failed read in which a block counts as absent; twice as long after each more
 PATIENCE = 5.0  # seconds that `close` waits for calls under way
 Placed = list[tuple[Outgoing, int]]  # blocks and the rows reserved for them
-
 log = logging.getLogger(__name__)
 
 
@@ -82,7 +78,6 @@ class FailedReads:
         return bool(self._until)
 
     def wait(self, key: bytes, now: float) -> bool:
-        """Whether this block counts as absent now."""
         found = self._until.get(key)
         return found is not None and now < found[0]
 
@@ -95,7 +90,6 @@ class FailedReads:
         return failures >= MAX_FAULTS
 
     def clear(self, key: bytes) -> None:
-        """It was read, or it is gone."""
         self._until.pop(key, None)
 
 
@@ -129,30 +123,17 @@ class Ssd:
     name = "ssd"
 
     def __init__(
-        self,
-        path: Path,
-        capacity: int,
-        register: Register,
-        *,
-        sync: bool = False,
-        min_free: int = 0,
-        disk: Disk | None = None,
+        self, path: Path, capacity: int, register: Register, *, sync: bool = False, min_free: int = 0, disk: Disk = DISK
     ) -> None:
         if not MIN_CAPACITY <= capacity <= MAX_CAPACITY:
             raise Invalid(f"an SSD tier has {MIN_CAPACITY} to {MAX_CAPACITY} bytes, not {capacity}")
-        self.capacity = capacity
-        self.totals = SsdTotals()
-        self._path = path
-        self._sync = sync
-        self._min_free = min_free
-        self._disk = disk or Disk()
+        self.capacity, self.totals = capacity, SsdTotals()
+        self._path, self._sync, self._min_free, self._disk = path, sync, min_free, disk
         self._lock = threading.Condition(threading.Lock())
         self._health = Health(self.name)
-        self._failed_reads = FailedReads()
-        self._tombstones = Tombstones()
+        self._failed_reads, self._tombstones = FailedReads(), Tombstones()
         self._quarantine: list[int] = []
-        self._users = 0
-        self._closing = False
+        self._users, self._closing = 0, False
         with ExitStack() as stack, directory.explained(path):
             directory.make(path, self._disk)
             stack.callback(self._disk.close, directory.claim(path, self._disk))
@@ -160,14 +141,12 @@ class Ssd:
             self._files = stack.pop_all()
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
-        """For each key whether the block is here, and not one that could not be read a moment ago. No I/O and no lock:
-        dict reads are atomic."""
+        """False too for a block that could not be read a moment ago. No I/O and no lock: dict reads are atomic."""
         rows, now = self._ledger.find_each(keys), time.monotonic() if self._failed_reads else 0.0
         waits = self._failed_reads.wait
         return [row is not None and not (now and waits(key, now)) for key, row in zip(keys, rows, strict=True)]
 
     def unsure(self, keys: Sequence[bytes]) -> list[bool]:
-        """Never: it knows what it holds."""
         return [False] * len(keys)
 
     def write(self, blocks: Sequence[Outgoing]) -> list[bool]:
@@ -240,7 +219,6 @@ class Ssd:
         return len(rows)
 
     def drop(self, namespace: Namespace) -> int:
-        """Forgets all blocks of a namespace."""
         dropped = 0
         while True:
             with self._lock:
@@ -252,14 +230,13 @@ class Ssd:
             dropped += len(rows)
 
     def handles(self) -> set[int]:
-        """Handles of the namespaces whose blocks are here."""
         with self._lock:
             return self._ledger.handles()
 
     def gauges(self) -> dict[str, int]:
         """Numbers for operators; `degraded` is 1 while faults or lack of space keep blocks out."""
         with self._lock:
-            gauges = {
+            return {
                 "capacity_bytes": self.capacity,
                 "file_bytes": self._data.nbytes,
                 "index_bytes": self._index.nbytes,
@@ -271,21 +248,18 @@ class Ssd:
                 "evicted_blocks_total": self._counters.evicted_blocks,
                 "expired_blocks_total": self._counters.expired_blocks,
                 "checkpoints_total": self._index.checkpoints,
+                **{f"{name}_total": getattr(self.totals, name) for name in self.totals.__slots__},
             }
-            return gauges | {f"{name}_total": getattr(self.totals, name) for name in self.totals.__slots__}
 
     def blocks_by_namespace(self) -> dict[int, tuple[int, int]]:
-        """{handle: (blocks, their bytes)}."""
         with self._lock:
             snapshot = self._ledger.snapshot()
         return by_namespace(*snapshot)
 
     def fault(self) -> str:
-        """What is wrong now, for people; "" if nothing is."""
         return self._health.fault
 
     def check_integrity(self) -> None:
-        """Asserts that index and slots agree, with each other and with the capacity."""
         with self._lock:
             pages = self._ledger.check_integrity()
             self._slabs.check_integrity({page: self._ledger.place(row)[1] for page, row in pages.items()})
@@ -303,8 +277,6 @@ class Ssd:
         else:
             log.warning("ssd still busy")
 
-    # -- start and end
-
     def _open(self, register: Register, stack: ExitStack) -> None:
         """Reads the index, opens the data file; `stack` closes them. Raises Invalid (another format), OSError."""
         usable = min(self.capacity, max(MIN_CAPACITY, self._disk.free(self._path)[0] - self._min_free))
@@ -315,10 +287,8 @@ class Ssd:
             slab_bytes = default_slab(data)
             directory.write_format(self._path, slab_bytes, self._disk)
         if slab_bytes > data:
-            raise Invalid(
-                f"{self._path} has slabs of {slab_bytes} bytes; {data} are too few: make the size larger, "
-                "or begin with an empty directory"
-            )
+            advice = "make the size larger, or begin with an empty directory"
+            raise Invalid(f"{self._path} has slabs of {slab_bytes} bytes; {data} are too few: {advice}")
         self._data = DataFile(self._path / directory.DATA, self._disk, slab_bytes, data // slab_bytes, self._sync)
         stack.callback(self._data.close)
         self._slabs = Slabs(data, slab_bytes, self._data.slabs)
@@ -355,8 +325,6 @@ class Ssd:
                 self._users -= 1
                 if self._closing:
                     self._lock.notify_all()
-
-    # -- a write, step by step
 
     def _known(self, blocks: Sequence[Outgoing]) -> list[bool]:
         return [row is not None for row in self._ledger.find_each([out.key for out in blocks])]
@@ -395,7 +363,7 @@ class Ssd:
                 continue
             seen.add(out.key)
             try:
-                if not self._index.takes(out.namespace):
+                if not self._index.namespaces.fits(out.namespace):
                     raise Full("the index has no space for another namespace's description")
                 size = self._allocator.size_class(len(out.slot))
                 pages = self._allocator.take(size, 1)
@@ -404,11 +372,11 @@ class Ssd:
                 continue
             try:
                 slot, handle = len(out.slot), out.namespace.handle
-                rows = self._ledger.reserve(pages, [out.key], out.nbytes, slot, size.index, handle)
+                (row,) = self._ledger.reserve(pages, [out.key], out.nbytes, slot, size.index, handle)
             except BaseException:
                 self._allocator.give(pages)
                 raise
-            placed.append((out, rows[0]))
+            placed.append((out, row))
 
     def _seal(self, placed: Placed) -> None:
         """The data is written: journals it, then makes it known. Raises OSError with nothing known; else empties

@@ -16,7 +16,7 @@ import xxhash
 from kvtier.errors import Full
 from kvtier.tiers.ssd import recovery
 from kvtier.tiers.ssd.disk import Disk
-from kvtier.tiers.ssd.journal import FORGET, PUT, RECORD, Journal, checkpoint_bytes, files_in
+from kvtier.tiers.ssd.journal import FORGET, PUT, RECORD, IndexFiles, Journal, checkpoint_bytes
 from tests.support.disks import READ_ONLY, Failing
 
 LIMIT = 1 << 20
@@ -299,7 +299,7 @@ def test_a_failed_rotate_changes_nothing(tmp_path: Path) -> None:
 
 
 def checkpointed(book: Book, namespaces: dict[int, tuple[str, bytes]], records: np.ndarray) -> int:
-    book.journal.expect(checkpoint_bytes(len(records), namespaces))
+    book.journal.coming = checkpoint_bytes(len(records), namespaces)
     number = book.journal.rotate()
     book.journal.checkpoint(number, namespaces, records)
     book.journal.replace(number, written=True)
@@ -331,7 +331,7 @@ def test_the_size_of_a_checkpoint_is_known_before(book: Book) -> None:
 
 def test_appends_may_run_beside_a_checkpoint(book: Book) -> None:
     book.journal.append(put(1))
-    book.journal.expect(200)
+    book.journal.coming = 200
     number = book.journal.rotate()
     book.journal.append(put(2))
     book.journal.checkpoint(number, {}, put(1))
@@ -345,7 +345,7 @@ def test_a_failed_checkpoint_leaves_what_was(call: str, tmp_path: Path) -> None:
     disk = Failing()
     book = Book(tmp_path, disk)
     book.journal.append(put(1))
-    book.journal.expect(1000)
+    book.journal.coming = 1000
     number = book.journal.rotate()
     disk.fail(call, errno.ENOSPC, times=1)
     written = False
@@ -408,7 +408,7 @@ def test_appends_leave_room_for_the_next_checkpoint(tmp_path: Path) -> None:
         for n in range(1000):
             book.journal.append(put(n))
     assert book.journal.total <= 1200
-    book.journal.expect(800)
+    book.journal.coming = 800
     book.journal.rotate()
     with pytest.raises(Full):
         book.journal.append(put(*range(1000)))
@@ -433,10 +433,10 @@ def test_only_files_with_the_right_names_count(tmp_path: Path) -> None:
         "journal.-0000001",
     ):
         (tmp_path / name).write_bytes(good)
-    assert files_in(tmp_path).all == []
+    assert IndexFiles(tmp_path).all == []
     for name in ("journal.00000001", "journal.123456789", "checkpoint.00000003.tmp"):
         (tmp_path / name).write_bytes(good)
-    found = files_in(tmp_path)
+    found = IndexFiles(tmp_path)
     assert sorted(found.journals) == [1, 123456789]
     assert [path.name for path in found.temporary] == ["checkpoint.00000003.tmp"]
 

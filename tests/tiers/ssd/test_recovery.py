@@ -54,4 +54,4 @@ def test_namespaces_get_new_numbers_and_unknown_ones_are_left_out() -> None:
 
 
 def test_a_snapshot_of_an_empty_ledger_has_no_records() -> None:
-    assert len(recovery.Snapshot(Ledger()).records({1: 1})) == 0
+    assert len(recovery.sealed_records(*Ledger().copy_sealed(), {1: 1})) == 0

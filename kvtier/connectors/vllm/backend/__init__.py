@@ -26,8 +26,7 @@ ON_GPU = "kvtier.connectors.vllm.backend.gpu.GpuDualBackend"
 
 
 def register() -> None:
-    """Called by vLLM, in one process several times. Chooses nothing on a GPU; a CUSTOM backend that somebody else has
-    registered stays."""
+    """Called by vLLM, several times in a process. Chooses nothing on a GPU; another's CUSTOM backend stays."""
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 

@@ -22,18 +22,13 @@ class DualDeclared:
 
     @staticmethod
     def get_name() -> str:
-        """A member of vLLM's enumeration."""
-        return "CUSTOM"
+        return "CUSTOM"  # a member of vLLM's enumeration
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
-        """Yes."""
         return True
 
-    @classmethod
-    def supports_sink(cls) -> bool:
-        """Yes."""
-        return True
+    supports_sink = supports_sliding_window
 
 
 def refuse(alibi: Any, kv_cache_dtype: str, attn_type: str, shared: str | None, other: dict[str, Any]) -> None:
@@ -42,10 +37,8 @@ def refuse(alibi: Any, kv_cache_dtype: str, attn_type: str, shared: str | None, 
     if alibi is not None or odd:
         raise NotImplementedError(f"kvtier's dual backend has no {', '.join(odd) or 'alibi_slopes'}")
     if kv_cache_dtype not in DualDeclared.supported_kv_cache_dtypes:
-        raise NotImplementedError(
-            f"kvtier's dual backend keeps a BF16 or FP16 cache, not kv_cache_dtype {kv_cache_dtype}: an FP8 cache "
-            "needs no dual"
-        )
+        odd_cache = f"kv_cache_dtype {kv_cache_dtype}: an FP8 cache needs no dual"
+        raise NotImplementedError(f"kvtier's dual backend keeps a BF16 or FP16 cache, not {odd_cache}")
     if attn_type != AttentionType.DECODER:
         raise NotImplementedError(f"kvtier's dual backend is for decoders, not attention of type {attn_type}")
     if shared is not None:

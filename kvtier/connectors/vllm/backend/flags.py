@@ -16,9 +16,8 @@ import torch
 
 _flags: torch.Tensor | None = None
 _fixed = False
-watch: Callable[[torch.Tensor, torch.Tensor], None] | None = (
-    None  # tests: called with the page ids and flags of every sequence that is read
-)
+# Of tests: called with the page ids and flags of every sequence that is read.
+watch: Callable[[torch.Tensor, torch.Tensor], None] | None = None
 
 
 def of(cache: torch.Tensor) -> torch.Tensor:
@@ -26,9 +25,8 @@ def of(cache: torch.Tensor) -> torch.Tensor:
     global _flags
     if _flags is None or _flags.shape[0] != cache.shape[0] or _flags.device != cache.device:
         if _fixed:
-            raise RuntimeError(
-                f"kvtier: flags were made for another cache than one of {cache.shape[0]} pages on {cache.device}"
-            )
+            size = f"{cache.shape[0]} pages on {cache.device}"
+            raise RuntimeError(f"kvtier: flags were made for another cache than one of {size}")
         _flags = torch.zeros(cache.shape[0], dtype=torch.uint8, device=cache.device)
     return _flags
 

@@ -18,23 +18,19 @@ from kvtier_kernels.paged import WIDTHS, Paged
 from kvtier_kernels.prefill import prefill
 from kvtier_kernels.write import write
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
-from vllm.v1.attention.backends.triton_attn import (
-    TritonAttentionBackend,
-    TritonAttentionImpl,
-    TritonAttentionMetadataBuilder,
-)
+from vllm.v1.attention.backends import triton_attn
 
 from kvtier.connectors.vllm.backend import flags
 from kvtier.connectors.vllm.backend.declared import KINDS, DualDeclared, refuse
 
 
-class GpuDualBuilder(TritonAttentionMetadataBuilder):
+class GpuDualBuilder(triton_attn.TritonAttentionMetadataBuilder):
     """vLLM's, but for what graphs are captured of."""
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
 
-class GpuDualImpl(TritonAttentionImpl):
+class GpuDualImpl(triton_attn.TritonAttentionImpl):
     """One layer."""
 
     _cache: Paged | None = None
@@ -49,19 +45,16 @@ class GpuDualImpl(TritonAttentionImpl):
     def _paged(self, kv_cache: torch.Tensor) -> Paged:
         """The cache as the kernels see it; made anew where the engine has another tensor."""
         found, page_flags = self._cache, flags.of(kv_cache)
-        if (
-            found is None
-            or found.flags is not page_flags
-            or found.keys.any.data_ptr() != kv_cache.data_ptr()
-            or found.keys.any.shape[:3] != kv_cache.shape[:3]
-        ):
-            found = self._cache = paged.interleaved(kv_cache, self.head_size, page_flags, KINDS)
-        return found
+        if found is not None and found.flags is page_flags:
+            keys = found.keys.any
+            if keys.data_ptr() == kv_cache.data_ptr() and keys.shape[:3] == kv_cache.shape[:3]:
+                return found
+        self._cache = paged.interleaved(kv_cache, self.head_size, page_flags, KINDS)
+        return self._cache
 
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
-        """As vLLM calls it."""
         write(self._paged(kv_cache), key, value, slot_mapping)
 
     def forward(
@@ -76,118 +69,69 @@ class GpuDualImpl(TritonAttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As vLLM calls it."""
         if attn_metadata is None:
             return output.fill_(0)  # profiling
         if output_scale is not None or output_block_scale is not None or attn_metadata.causal is not True:
             raise NotImplementedError("kvtier's dual backend is causal and does not quantize its output")
         step, cache, count = attn_metadata, self._paged(kv_cache), attn_metadata.num_actual_tokens
         queries = query[:count].view(count, self.num_heads, self.head_size)
-        options: dict[str, Any] = {
-            "scale": self.scale,
-            "window": self._window,
-            "cap": float(self.logits_soft_cap),
-            "sinks": self._sinks,
-        }
+        options: dict[str, Any] = {"scale": self.scale, "window": self._window, "sinks": self._sinks}
+        options |= {"cap": float(self.logits_soft_cap), "dtype": output.dtype}
         if step.max_query_len == 1:
             requests = step.seq_lens.shape[0]
-            found, _ = decode(
-                queries[:requests],
-                cache,
-                step.block_table[:requests],
-                step.seq_lens,
-                step.max_seq_len,
-                dtype=output.dtype,
-                **options,
-            )
+            queries, table = queries[:requests], step.block_table[:requests]
+            found, _ = decode(queries, cache, table, step.seq_lens, step.max_seq_len, **options)
         else:
-            found, _ = prefill(
-                queries,
-                cache,
-                step.block_table,
-                step.query_start_loc,
-                step.seq_lens,
-                step.max_query_len,
-                dtype=output.dtype,
-                **options,
-            )
+            starts, longest = step.query_start_loc, step.max_query_len
+            found, _ = prefill(queries, cache, step.block_table, starts, step.seq_lens, longest, **options)
         output[: found.shape[0]].view(found.shape).copy_(found)
         return output
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """No: the output is what it is."""
         return False
 
     def fused_rope_kvcache_supported(self) -> bool:
-        """No: another writer would not clear flags."""
-        return False
+        return False  # another writer would not clear flags
 
 
-class GpuDualBackend(DualDeclared, TritonAttentionBackend):
-    """The class that --attention-backend CUSTOM selects. What the kernels lack is refused by vLLM's own check, by
-    name."""
+class GpuDualBackend(DualDeclared, triton_attn.TritonAttentionBackend):
+    """The class that --attention-backend CUSTOM selects. vLLM's own check refuses, by name, what the kernels lack."""
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """The cache stays what the model says."""
         return spec
 
     @staticmethod
     def get_impl_cls() -> type[GpuDualImpl]:
-        """One layer's class."""
         return GpuDualImpl
 
     @staticmethod
     def get_builder_cls() -> type[GpuDualBuilder]:
-        """The metadata's class."""
         return GpuDualBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        """What the kernels take: powers of two from 16 tokens on."""
-        return [16, 32, 64, 128, 256]
+        return [16, 32, 64, 128, 256]  # what the kernels take
 
     @classmethod
     def supports_block_size(cls, block_size: int | None) -> bool:
-        """A block is whole pages."""
-        return block_size is None or block_size % 16 == 0
+        return block_size is None or block_size % 16 == 0  # a block is whole pages
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        """Head dims that the kernels were compiled and checked for."""
-        return head_size in WIDTHS
+        return head_size in WIDTHS  # what the kernels were compiled and checked for
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        """From sm_80 on."""
         return (capability.major, capability.minor) >= (8, 0)
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
-        """Decoders."""
         return bool(attn_type == AttentionType.DECODER)
 
     @classmethod
-    def supports_rswa(cls) -> bool:
-        """No."""
+    def _no(cls) -> bool:
         return False
 
-    @classmethod
-    def supports_mm_prefix(cls) -> bool:
-        """No."""
-        return False
-
-    @classmethod
-    def supports_non_causal(cls) -> bool:
-        """No."""
-        return False
-
-    @classmethod
-    def supports_alibi_sqrt(cls) -> bool:
-        """No."""
-        return False
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        """No: the keys are cut into as many parts as the batch leaves room for."""
-        return False
+    supports_rswa = supports_mm_prefix = supports_non_causal = supports_alibi_sqrt = _no
+    supports_batch_invariance = _no  # the keys are cut into as many parts as the batch leaves room for

@@ -15,7 +15,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from kvtier.connectors.common.object_naming import ObjectForm, Space, opaque_layout, readable
+from kvtier.connectors.common.object_naming import ObjectForm, Space, opaque_bytes, readable
 from kvtier.connectors.common.settings_checks import check_choice, check_names, socket_of
 from kvtier.errors import Invalid
 from kvtier.format.files import read_description
@@ -95,17 +95,12 @@ class Engine:
     def settings(self) -> dict[str, str | int]:
         """For the namespace, each by a name of its own, so that a difference can be read."""
         layers = blake2b(canonical_json([list(names) for _, _, names in self.groups]), digest_size=16).hexdigest()
-        return {
-            "vllm.version": self.version,
-            "vllm.platform": self.platform,
+        as_they_are = ("version", "platform", "worker_bytes", "copies", "chunk_blocks", "chunk_bytes")
+        return {f"vllm.{name}": getattr(self, name) for name in as_they_are} | {
             "vllm.cache_dtype": self.dtype,
             "vllm.layers": layers,
             "vllm.block_tokens": ", ".join(f"{number}: {tokens}" for number, tokens, _ in self.groups)[:1024],
             "vllm.ranks": ", ".join(map(str, self.ranks)),
-            "vllm.worker_bytes": self.worker_bytes,
-            "vllm.copies": self.copies,
-            "vllm.chunk_blocks": self.chunk_blocks,
-            "vllm.chunk_bytes": self.chunk_bytes,
         }
 
 
@@ -119,20 +114,12 @@ class ChunkSpace(Space):
     def describe(self, base: Description, form: ObjectForm, pieces: Sequence[int]) -> Description:
         """What holds of the operator's description for opaque bytes, all of it by digest, and what the engine says."""
         engine, base_digest = self._engine, base.digest.hex()
-        settings = {**base.rope, **readable(base.scales), **engine.settings, "vllm.description": base_digest}
-        digest = blake2b(
-            canonical_json([base_digest, settings, engine.layout]), digest_size=32, person=_PERSON_FORM
-        ).hexdigest()
+        more = {**engine.settings, "vllm.description": base_digest}
+        whole = canonical_json([base_digest, {**base.rope, **readable(base.scales), **more}, engine.layout])
+        opaque = opaque_bytes(base, pieces, blake2b(whole, digest_size=32, person=_PERSON_FORM).hexdigest(), more)
         seed = blake2b(engine.seed.encode(), digest_size=16).hexdigest()
-        return replace(
-            base,
-            layout=opaque_layout(pieces, digest),
-            hashing=HashScheme(ALGORITHM, seed, engine.hash_tokens),
-            scales={},
-            rope=settings,
-            backend="vLLM offload chunk",
-            physical=engine.layout,
-        )
+        hashing = HashScheme(ALGORITHM, seed, engine.hash_tokens)
+        return replace(opaque, hashing=hashing, backend="vLLM offload chunk", physical=engine.layout)
 
 
 def content_hash(key: bytes) -> bytes:
@@ -168,19 +155,13 @@ def _compare_bytes(base: Description, engine: Engine) -> None:
     Nothing is said of caches of several groups, of opaque ones, and where context parallelism or pipelines spread
     tokens or layers."""
     (_, tensor, *others), group = engine.ranks, base.layout.groups[0]
-    if (
-        len(base.layout.groups) > 1
-        or len(engine.groups) > 1
-        or group.kind == "opaque"
-        or any(size > 1 for size in others)
-    ):
+    several = len(base.layout.groups) > 1 or len(engine.groups) > 1
+    if several or group.kind == "opaque" or any(size > 1 for size in others):
         return
     block = sum(group.data_bytes(part) for layer in group.layers for part in layer.parts) * group.heads
     described = block / group.tokens * max(1, tensor // group.heads)
     found = engine.worker_bytes * tensor / engine.groups[0][1]
     if not 2 * described < 3 * found < 4.5 * described:
-        raise Invalid(
-            f"the namespace describes {described:g} bytes of KV a token, but vLLM keeps {found:g} (cache dtype "
-            f"{engine.dtype}): it is that "
-            "of another model or --kv-cache-dtype. Write it anew by `kvtier namespace`"
-        )
+        said = f"the namespace describes {described:g} bytes of KV a token, but vLLM keeps {found:g} (cache dtype "
+        said += f"{engine.dtype}): it is that of another model or --kv-cache-dtype. "
+        raise Invalid(f"{said}Write it anew by `kvtier namespace`")

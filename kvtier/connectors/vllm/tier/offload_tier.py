@@ -76,9 +76,8 @@ class KvtierTier(SecondaryTierManager):
         self._space: chunks.ChunkSpace | None = None
         self._off = False
         self._rows: Body | None = np.asarray(primary_kv_view).view(np.uint8)  # vLLM's view is of signed bytes
-        self._traffic = ObjectTransfer(
-            settings.socket, Spaces({settings.description.model: settings.description}), lambda *_: None, "tier"
-        )
+        spaces = Spaces({self._base.model: self._base})
+        self._traffic = ObjectTransfer(settings.socket, spaces, lambda *_: None, "tier")
         self._lookups = ChunkLookups(self._find)
         self._transfers = Transfers(self._move, self._traffic.release_spent, LOADERS)
 
@@ -149,9 +148,8 @@ class KvtierTier(SecondaryTierManager):
         space, rows = self._space, self._rows
         if space is None or rows is None:
             return []
-        items: list[Item] = [
-            Chunk(at, key, rows[row]) for at, (key, row) in enumerate(zip(job.keys, job.rows, strict=True))
-        ]
+        pairs = enumerate(zip(job.keys, job.rows, strict=True))
+        items: list[Item] = [Chunk(at, key, rows[row]) for at, (key, row) in pairs]
         if job.load:
             good, _ = self._traffic.load((space, NO_CONTEXT, items), job.until)
             return [item.key for item in good]
@@ -166,10 +164,8 @@ class KvtierTier(SecondaryTierManager):
             seed = get_none_hash_seed()
             if seed != DEFAULT_NONE_HASH_SEED and os.environ.get("PYTHONHASHSEED") is None:
                 self._off = True
-                log.warning(
-                    "kvtier tier is OFF: vLLM's hashes start from a random seed in each process: set PYTHONHASHSEED, "
-                    "or choose prefix_caching_hash_algo sha256"
-                )
+                how = "set PYTHONHASHSEED, or choose prefix_caching_hash_algo sha256"
+                log.warning("kvtier tier is OFF: vLLM's hashes start from a random seed in each process: %s", how)
                 return None
             self._space = chunks.ChunkSpace(self._base, replace(self._engine, seed=seed))
             digest, model = self._space.registered.digest.hex()[:16], self._base.model
