@@ -119,9 +119,12 @@ class NamespaceInfo:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # not frozen: making one would take 0.6 us more, of 30 us that a call takes
 class Asked:
-    """The blocks that a call is about: their hashes one after another, and the range and request context of all."""
+    """The blocks that a call is about: their hashes one after another, and the range and request context of all.
+
+    Never changed. `context` as it travels: b"" where there is none.
+    """
 
     ns: RegisteredNamespace
     hashes: bytes
@@ -131,8 +134,7 @@ class Asked:
     @classmethod
     def of(cls, ns: RegisteredNamespace, hashes: Hashes, range_: Range, context: bytes) -> Asked:
         """What a caller asked for. Raises Invalid for a hash or a context of the wrong length."""
-        context_field(context)
-        return cls(ns, join(ns, hashes), range_, context)
+        return cls(ns, join(ns, hashes), range_, context_field(context))
 
     def __len__(self) -> int:
         return len(self.hashes) // self.ns.hash_bytes
@@ -142,22 +144,20 @@ class Asked:
         """Sizes and offsets of one of these blocks. Raises Invalid for a range outside the layout."""
         return self.ns.extents(self.range_)
 
-    def only(self, hashes: bytes) -> Asked:
-        """The same of these blocks."""
-        return Asked(self.ns, hashes, self.range_, self.context)
-
     def cut(self, first: int, end: int) -> Asked:
         """The blocks from `first` up to `end`."""
-        return self.only(self.hashes[first * self.ns.hash_bytes : end * self.ns.hash_bytes])
+        step = self.ns.hash_bytes
+        return Asked(self.ns, self.hashes[first * step : end * step], self.range_, self.context)
 
     def parts(self, keys: int = KEYS_PER_CALL) -> list[Asked]:
         """The same in parts of at most `keys`."""
-        return [self] if 0 < len(self) <= keys else [self.cut(at, at + keys) for at in range(0, len(self), keys)]
+        n = len(self)
+        return [self] if 0 < n <= keys else [self.cut(at, at + keys) for at in range(0, n, keys)]
 
     def keys(self, **more: int) -> pb.Keys:
         """The request that names these blocks, with further fields of it. Raises Invalid outside the layout."""
         fields = range_fields(self.ns, self.range_)
-        return pb.Keys(context=context_field(self.context), hashes=self.hashes, **fields, **more)
+        return pb.Keys(context=self.context, hashes=self.hashes, **fields, **more)
 
 
 class Entered(Ended):

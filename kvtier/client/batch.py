@@ -143,7 +143,8 @@ class Batch:
         return max(1, min(KEYS_PER_CALL, attachment.mapping.nbytes // 32 // slot, wanted))
 
     def _keys(self, handle: int, id_: int, first: int, n: int, nbytes: int = 0) -> bytes:
-        return self._asked.cut(first, first + n).keys(handle=handle, id=id_, nbytes=nbytes).SerializeToString()
+        part = self._asked if first == 0 and n >= self._total else self._asked.cut(first, first + n)
+        return part.keys(handle=handle, id=id_, nbytes=nbytes).SerializeToString()
 
     def _body(self, attachment: Attachment, offset: int) -> Body:
         start = offset + HEADER_BYTES

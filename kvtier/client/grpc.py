@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ from kvtier.client.answers import Answer, Asked, Bodies, Body, Fill, Lease, Regi
 from kvtier.client.grpc_channel import GrpcChannel
 from kvtier.errors import Invalid, KvtierError, Lost, Unavailable
 from kvtier.format.block import verify
-from kvtier.format.identity import derive_keys
+from kvtier.format.identity import NO_CONTEXT, derive_keys
 from kvtier.format.layout import HEADER_BYTES
 from kvtier.protocol import rpc
 from kvtier.protocol.frames import Verb
@@ -89,7 +90,7 @@ class GrpcTransport:
         first = 0
         for part in asked.parts():
             run = pb.Run(hashes=part.hashes, **answers.range_fields(part.ns, part.range_))
-            request = pb.LookupRequest(context=answers.context_field(part.context), bitmap=True, run=[run])
+            request = pb.LookupRequest(context=part.context, bitmap=True, run=[run])
             reply = answers.parse(pb.LookupReply, self.call(part.ns, Verb.LOOKUP, request, _left(until)))
             n = len(part)
             if [len(bits) for bits in reply.bitmap] != [(n + 7) // 8]:
@@ -109,7 +110,7 @@ class GrpcTransport:
         raw, step, per_call = asked.hashes, asked.ns.hash_bytes, _per_call(asked)
         for at in range(0, len(missing), per_call):
             batch = missing[at : at + per_call]
-            sent = asked.only(b"".join(raw[i * step : (i + 1) * step] for i in batch))
+            sent = replace(asked, hashes=b"".join(raw[i * step : (i + 1) * step] for i in batch))
             pieces = [memoryview(bodies[i]).cast("B") for i in batch]
             try:
                 reply = self._within(asked.ns, until, partial(self._put, sent, pieces, until))
@@ -171,7 +172,7 @@ class GrpcTransport:
         with self.channel.download(request.SerializeToString(), left) as messages:
             blocks, trailer = _receive(messages, asked.extents.block_bytes, len(asked))
         resolved = asked.ns.resolve(asked.range_)[0]
-        keys = derive_keys(known.namespace, resolved, asked.context, asked.hashes, asked.ns.hash_bytes)
+        keys = derive_keys(known.namespace, resolved, asked.context or NO_CONTEXT, asked.hashes, asked.ns.hash_bytes)
         for i, block in enumerate(blocks):
             try:
                 verify(block.data, keys[i], trailer.checksum[i])

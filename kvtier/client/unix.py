@@ -87,8 +87,10 @@ class UnixTransport:
                 bodies.ending = fault(error)
                 return bodies
             bodies.ending = Ending.at(stop)
+            if batch.done == len(asked):
+                break
             asked = asked.cut(batch.done, len(asked))
-            if not asked or (batch.done and stop == pb.CAP):
+            if batch.done and stop == pb.CAP:
                 continue
             pause = COLD_AGAIN if batch.done else min(COLD_LONGEST, 2 * pause)
             if stop != pb.COLD or time.monotonic() + pause > until or not self._fetch(asked, left, bodies):
