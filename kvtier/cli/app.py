@@ -27,17 +27,17 @@ from kvtier.version import __version__
 MAX_TOKEN_BYTES = 4096
 # Files of this folder that have commands: a new verb is a function with `@command()` in one of them, or in a new one.
 COMMANDS = (
-    "artifacts",
-    "bench",
-    "blocks",
-    "doctor",
-    "fsck",
-    "namespace",
-    "plan",
-    "quality",
-    "replay",
-    "status",
-    "token",
+    "kvtier.cli.artifacts",
+    "kvtier.cli.bench",
+    "kvtier.cli.blocks",
+    "kvtier.cli.doctor",
+    "kvtier.cli.fsck",
+    "kvtier.cli.namespace",
+    "kvtier.cli.plan",
+    "kvtier.cli.quality",
+    "kvtier.cli.replay",
+    "kvtier.cli.status",
+    "kvtier.cli.token",
 )
 
 app = typer.Typer(
@@ -148,7 +148,7 @@ def top(version: Annotated[bool, Option("--version", help="Print the version and
 def load_commands() -> None:
     """Imports the files of the commands, each of which registers its own."""
     for name in COMMANDS:
-        importlib.import_module(f"kvtier.cli.{name}")
+        importlib.import_module(name)
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ load_commands()
 def test_every_file_of_commands_is_listed() -> None:
     marks = ("@command(", "@app.command(")
     found = {path.stem for path in (ROOT / "kvtier" / "cli").glob("*.py") if any(m in path.read_text() for m in marks)}
-    assert found - {"app"} == set(COMMANDS) and list(COMMANDS) == sorted(COMMANDS)
+    assert {f"kvtier.cli.{name}" for name in found - {"app"}} == set(COMMANDS) and list(COMMANDS) == sorted(COMMANDS)
 
 
 def test_every_command_has_the_common_options() -> None:

@@ -6,26 +6,21 @@ import itertools
 import os
 import socket
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvtier.client.api import Client
-from kvtier.protocol.frames import Verb
-from kvtier.protocol.v1 import kvtier_pb2 as pb
 from kvtier.server.sessions import MAX_SOCKETS
 from tests.support.daemon import (
-    PATIENCE,
     Daemon,
     MiB,
     Patient,
     Peer,
-    Raw,
     body,
     description,
     hashes,
@@ -33,6 +28,7 @@ from tests.support.daemon import (
     put,
     until,
 )
+from tests.support.fake_server import fake_server
 
 NBYTES = 60_000
 TENFOLD = 10.0  # a deadline is met if the answer comes within ten times it
@@ -66,12 +62,6 @@ def turn_over(daemon: Daemon, first: int = 10**6) -> None:
 
 
 # Sessions by hand
-
-
-def register(connection: Raw) -> int:
-    status, reply = connection.call(Verb.REGISTER, pb.RegisterRequest(description=space().canonical))
-    assert status == 0
-    return pb.RegisterReply.FromString(reply).handle
 
 
 # The daemon's death
@@ -270,49 +260,8 @@ def test_a_long_silence_costs_the_session_no_sockets(daemon: Daemon) -> None:
         assert client._connection.attach(1.0).session == session, "the same session"
 
 
-@contextmanager
-def server(answer: Callable[[socket.socket], None]) -> Iterator[tuple[str, list[float]]]:
-    """A listener that is no daemon: `answer` gets each accepted socket.
-
-    Yields its address and the moments of the connections so far.
-    """
-    with (
-        tempfile.TemporaryDirectory(prefix="kvtier-test-") as directory,
-        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener,
-    ):
-        path = f"{directory}/fake.sock"
-        listener.bind(path)
-        listener.listen(64)
-        moments: list[float] = []
-        accepted: list[socket.socket] = []
-
-        def serve() -> None:
-            while True:
-                try:
-                    sock, _ = listener.accept()
-                except OSError:
-                    return
-                moments.append(time.monotonic())
-                accepted.append(sock)
-                try:
-                    answer(sock)
-                except OSError:
-                    pass  # the client did not wait
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        try:
-            yield path, moments
-        finally:
-            listener.shutdown(socket.SHUT_RDWR)
-            for sock in accepted:
-                sock.close()
-            thread.join(PATIENCE)
-            assert not thread.is_alive()
-
-
 def test_attempts_to_connect_are_bounded_and_jittered() -> None:
-    with server(lambda sock: sock.close()) as (path, moments), Client(path) as client:
+    with fake_server(lambda sock: sock.close()) as (path, moments), Client(path) as client:
         ns = client.register(space())
         end = time.monotonic() + 3.0
         calls = 0

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -28,6 +27,7 @@ from tests.support.daemon import (
     hashes,
     until,
 )
+from tests.support.fake_server import fake_server
 
 NBYTES = 60_000
 TENFOLD = 10.0  # a deadline is met if the answer comes within ten times it
@@ -43,57 +43,10 @@ def space(model: str = "org/m") -> Any:
 # Sessions by hand
 
 
-def register(connection: Raw) -> int:
-    status, reply = connection.call(Verb.REGISTER, pb.RegisterRequest(description=space().canonical))
-    assert status == 0
-    return pb.RegisterReply.FromString(reply).handle
-
-
 # The daemon's death
 
 
 # Silence
-
-
-@contextmanager
-def server(answer: Callable[[socket.socket], None]) -> Iterator[tuple[str, list[float]]]:
-    """A listener that is no daemon: `answer` gets each accepted socket.
-
-    Yields its address and the moments of the connections so far.
-    """
-    with (
-        tempfile.TemporaryDirectory(prefix="kvtier-test-") as directory,
-        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener,
-    ):
-        path = f"{directory}/fake.sock"
-        listener.bind(path)
-        listener.listen(64)
-        moments: list[float] = []
-        accepted: list[socket.socket] = []
-
-        def serve() -> None:
-            while True:
-                try:
-                    sock, _ = listener.accept()
-                except OSError:
-                    return
-                moments.append(time.monotonic())
-                accepted.append(sock)
-                try:
-                    answer(sock)
-                except OSError:
-                    pass  # the client did not wait
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        try:
-            yield path, moments
-        finally:
-            listener.shutdown(socket.SHUT_RDWR)
-            for sock in accepted:
-                sock.close()
-            thread.join(PATIENCE)
-            assert not thread.is_alive()
 
 
 def hello_reply(**fields: Any) -> bytes:
@@ -130,7 +83,7 @@ NONSENSE: dict[str, Callable[[socket.socket], None]] = {
 
 @pytest.mark.parametrize("kind", NONSENSE)
 def test_whatever_answers_on_the_path_is_a_miss_within_the_deadline(kind: str) -> None:
-    with server(NONSENSE[kind]) as (path, moments), Client(path) as client:
+    with fake_server(NONSENSE[kind]) as (path, moments), Client(path) as client:
         ns = client.register(space())
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(4):
@@ -181,7 +134,7 @@ def test_a_daemon_of_another_version_is_refused(daemon: Daemon) -> None:
         thread.start()
         threads.append(thread)
 
-    with server(serve) as (path, _):
+    with fake_server(serve) as (path, _):
         with Patient(path) as client:
             ns = client.register(space())
             answer = client.lookup(ns, hashes([1]))

@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import os
 import socket
-import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -329,44 +326,3 @@ def test_connections_come_and_go_without_trace(daemon: Daemon) -> None:
 
 
 # Silence
-
-
-@contextmanager
-def server(answer: Callable[[socket.socket], None]) -> Iterator[tuple[str, list[float]]]:
-    """A listener that is no daemon: `answer` gets each accepted socket.
-
-    Yields its address and the moments of the connections so far.
-    """
-    with (
-        tempfile.TemporaryDirectory(prefix="kvtier-test-") as directory,
-        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener,
-    ):
-        path = f"{directory}/fake.sock"
-        listener.bind(path)
-        listener.listen(64)
-        moments: list[float] = []
-        accepted: list[socket.socket] = []
-
-        def serve() -> None:
-            while True:
-                try:
-                    sock, _ = listener.accept()
-                except OSError:
-                    return
-                moments.append(time.monotonic())
-                accepted.append(sock)
-                try:
-                    answer(sock)
-                except OSError:
-                    pass  # the client did not wait
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        try:
-            yield path, moments
-        finally:
-            listener.shutdown(socket.SHUT_RDWR)
-            for sock in accepted:
-                sock.close()
-            thread.join(PATIENCE)
-            assert not thread.is_alive()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["KvtierTier"]  # noqa: F822
+__all__ = ["KvtierTier"]
 
 
 def __getattr__(name: str) -> Any:
