@@ -1,4 +1,4 @@
-"""How a capacity is cut into slabs, and slabs into slots, for the store and for those who plan for one."""
+"""How a capacity is cut into slabs, for the store and for those who plan for one. Slots in slabs: `store.allocator`."""
 
 from __future__ import annotations
 

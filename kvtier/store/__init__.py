@@ -7,7 +7,7 @@ ledger            which blocks are known, where they stand, who holds them
 arena             the shared memory that holds every slot, sealed against shrinking
 allocator         which slots exist and which are free; who gets one, and what is evicted for it
 eviction          which block goes next, what is worth writing down, shares of sessions and tenants, blocks long unused
-accounts          what callers hold, and their caps
+accounts          what callers hold (their caps: store, eviction)
 namespaces        registered descriptions and their handles; the nearest one, explained
 expiry            times-to-live, and the thread that acts on them
 store_counters    what has been done since the start, for metrics
