@@ -26,7 +26,7 @@ from kvtier.version import __version__
 
 MAX_TOKEN_BYTES = 4096
 # Files of this folder that have commands: a new verb is a function with `@command()` in one of them, or in a new one.
-COMMANDS = (
+COMMAND_FILES = (
     "kvtier.cli.artifacts",
     "kvtier.cli.bench",
     "kvtier.cli.blocks",
@@ -147,7 +147,7 @@ def top(version: Annotated[bool, Option("--version", help="Print the version and
 
 def load_commands() -> None:
     """Imports the files of the commands, each of which registers its own."""
-    for name in COMMANDS:
+    for name in COMMAND_FILES:
         importlib.import_module(name)
 
 

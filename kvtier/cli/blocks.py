@@ -32,7 +32,7 @@ STDIO = Path("-")
 
 
 @dataclass(frozen=True, slots=True)
-class Which:
+class NamedBlocks:
     """The arguments that name blocks, the same for every command here."""
 
     namespace: Annotated[str, Argument(help="Beginning of a digest the daemon knows, or a description file (JSON).")]
@@ -79,17 +79,17 @@ class BlockRequest:
         return {"range_": self.range_, "context": self.context, "deadline": self.deadline}
 
 
-def _asked(client: Client, common: Common, which: Which) -> BlockRequest:
-    description = description_of(which.namespace, client, common.deadline)
-    range_ = Range(which.group, span(which.layers, "layers"), span(which.heads, "heads"))
-    raw = hashes_of(description, which.group, which.hash_ or [], which.hashes, which.tokens)
+def _asked(client: Client, common: Common, named: NamedBlocks) -> BlockRequest:
+    description = description_of(named.namespace, client, common.deadline)
+    range_ = Range(named.group, span(named.layers, "layers"), span(named.heads, "heads"))
+    raw = hashes_of(description, named.group, named.hash_ or [], named.hashes, named.tokens)
     if not raw:
         raise Invalid("there is no whole block in what was given: nothing to do")
     asked = BlockRequest(
         client.register(description),
         raw,
         range_,
-        context_of(which.context, which.adapter, which.salt_file),
+        context_of(named.context, named.adapter, named.salt_file),
         common.deadline,
     )
     asked.ns.extents(range_)  # refuses a range outside the layout before anything is sent
@@ -97,11 +97,11 @@ def _asked(client: Client, common: Common, which: Which) -> BlockRequest:
 
 
 def _counted(
-    common: Common, which: Which, verb: Callable[[Client, BlockRequest], Answer], word: str
+    common: Common, named: NamedBlocks, verb: Callable[[Client, BlockRequest], Answer], word: str
 ) -> tuple[int, Answer]:
     """A command that asks and counts: prints what it found. Returns (asked, answer)."""
     with common.connected() as client:
-        asked = _asked(client, common, which)
+        asked = _asked(client, common, named)
         answer = verb(client, asked)
         if answer.error:
             _reachable(client, common)
@@ -131,16 +131,16 @@ def _reachable(client: Client, common: Common) -> None:
 
 
 @command()
-def lookup(common: Common, which: Which) -> Exit:
+def lookup(common: Common, named: NamedBlocks) -> Exit:
     """Ask how many leading blocks are known. Exit code 1 unless all are."""
-    asked, known = _counted(common, which, lambda c, a: c.lookup(a.ns, a.hashes, **a.options), "known")
+    asked, known = _counted(common, named, lambda c, a: c.lookup(a.ns, a.hashes, **a.options), "known")
     return Exit.OK if known == asked else Exit.NEGATIVE
 
 
 @command()
-def delete(common: Common, which: Which) -> Exit:
+def delete(common: Common, named: NamedBlocks) -> Exit:
     """Forget blocks (role write). Exit code 1 if none was known, 4 if refused."""
-    _, deleted = _counted(common, which, lambda c, a: c.delete(a.ns, a.hashes, **a.options), "deleted")
+    _, deleted = _counted(common, named, lambda c, a: c.delete(a.ns, a.hashes, **a.options), "deleted")
     if deleted.stop or deleted.error:
         message(deleted.reason)
         return Exit.REFUSED
@@ -148,33 +148,33 @@ def delete(common: Common, which: Which) -> Exit:
 
 
 @command()
-def pin(common: Common, which: Which) -> Exit:
+def pin(common: Common, named: NamedBlocks) -> Exit:
     """Keep the leading known blocks from eviction (role admin). Exit code 1 if one is not known, 4 beyond a tenth of
     the arena."""
-    asked, pinned = _counted(common, which, lambda c, a: c.pin(a.ns, a.hashes, **a.options), "pinned")
+    asked, pinned = _counted(common, named, lambda c, a: c.pin(a.ns, a.hashes, **a.options), "pinned")
     if pinned < asked and pinned.stop == Stop.CAP:
         return Exit.REFUSED
     return Exit.OK if pinned == asked else Exit.NEGATIVE
 
 
 @command()
-def unpin(common: Common, which: Which) -> Exit:
+def unpin(common: Common, named: NamedBlocks) -> Exit:
     """End pins (role admin). Exit code 1 if none of these blocks was pinned."""
-    _, freed = _counted(common, which, lambda c, a: c.unpin(a.ns, a.hashes, **a.options), "unpinned")
+    _, freed = _counted(common, named, lambda c, a: c.unpin(a.ns, a.hashes, **a.options), "unpinned")
     return Exit.OK if freed else Exit.NEGATIVE
 
 
 @command()
 def get(
     common: Common,
-    which: Which,
+    named: NamedBlocks,
     to: Annotated[Path, Option("--output", "-o", help="File for the bodies, one after the other; - is stdout.")],
 ) -> Exit:
     """Read the leading known blocks into a file. Exit code 1 unless all came; what came is written."""
     if to == STDIO and common.json:
         raise Invalid("--json and the bodies cannot both go to stdout: give --output a file")
     with common.connected() as client:
-        asked = _asked(client, common, which)
+        asked = _asked(client, common, named)
         nbytes, came, reason = asked.extents.body_bytes, 0, ""
         with _sink(to) as sink, output.progress("get", len(asked) * nbytes) as moved:
             for first, n in asked.pieces():
@@ -194,12 +194,12 @@ def get(
 @command()
 def put(
     common: Common,
-    which: Which,
+    named: NamedBlocks,
     source: Annotated[Path, Option("--input", "-i", help="File of the bodies, one after the other; - is stdin.")],
 ) -> Exit:
     """Store block bodies from a file (role write). Exit code 4 if the daemon did not take them all."""
     with common.connected() as client:
-        asked = _asked(client, common, which)
+        asked = _asked(client, common, named)
         nbytes, stored, reason = asked.extents.body_bytes, 0, ""
         if source != STDIO and file_bytes(source) != len(asked) * nbytes:
             wanted = f"{len(asked)} bodies of {nbytes} are {len(asked) * nbytes}"

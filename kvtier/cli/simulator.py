@@ -179,77 +179,77 @@ class Arc:
 
 
 class Kvtier:
-    """kvtier's order: of the oldest blocks of every rank the one that is worth least goes; see `eviction.Reuse`."""
+    """kvtier's order: of the oldest blocks of each use count the one worth least goes; see `eviction.Reuse`."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._tick = 0
         self._lists: list[OrderedDict[int, int]] = [OrderedDict() for _ in range(USES)]  # block -> tick of its last use
-        self._rank: dict[int, int] = {}
+        self._count: dict[int, int] = {}
         self._reuse = eviction.Reuse()
         self._ghosts = eviction.Ghosts(capacity)
         self._step = max(eviction.MIN_STEP, capacity // 2)
         self._lesson = self._step
 
     def has(self, block: int) -> bool:
-        return block in self._rank
+        return block in self._count
 
     def use(self, blocks: Sequence[int]) -> None:
         self._tick += len(blocks)
-        tick, held, lists = self._tick, self._rank, self._lists
-        for block, rank in zip(reversed(blocks), reversed(self._ranks(blocks)), strict=True):
+        tick, held, lists = self._tick, self._count, self._lists
+        for block, count in zip(reversed(blocks), reversed(self._use_counts(blocks)), strict=True):
             old = held.get(block)
             if old is not None:
                 del lists[old][block]
             elif len(held) >= self._capacity:
                 self._evict()
-            held[block] = rank
-            lists[rank][block] = tick
+            held[block] = count
+            lists[count][block] = tick
         if tick >= self._lesson:
             self._lesson = tick + self._step
             self._learn()
 
-    def _ranks(self, blocks: Sequence[int]) -> list[int]:
-        """The rank of each block after this use, never more than its head's."""
-        ranks, low, tick = [], USES - 1, self._tick
-        absent = [block for block in blocks if block not in self._rank]
+    def _use_counts(self, blocks: Sequence[int]) -> list[int]:
+        """The use count of each block after this use, never more than that of the block before it."""
+        counts, low, tick = [], USES - 1, self._tick
+        absent = [block for block in blocks if block not in self._count]
         back = self._ghosts.recall([mixed(block) for block in absent]) if absent else {}
         ghosts = {absent[i]: ghost for i, ghost in back.items()}
         for block in blocks:
-            rank = self._rank.get(block)
-            if rank is not None:
-                then = self._lists[rank][block]
+            count = self._count.get(block)
+            if count is not None:
+                then = self._lists[count][block]
             else:
                 ghost = ghosts.get(block)
                 if ghost is None:
                     low = 0
-                    ranks.append(0)
+                    counts.append(0)
                     continue
-                rank, then = ghost
-            self._reuse.hit(rank, tick - then)
-            low = min(low, rank + 1)
-            ranks.append(low)
-        return ranks
+                count, then = ghost
+            self._reuse.hit(count, tick - then)
+            low = min(low, count + 1)
+            counts.append(low)
+        return counts
 
     def _evict(self) -> None:
         worth, tick = self._reuse.worth, self._tick
         least, giver = (float("inf"), 0), 0
-        for rank, blocks in enumerate(self._lists):
+        for count, blocks in enumerate(self._lists):
             if blocks:
                 then = next(iter(blocks.values()))
-                offer = (worth[rank][eviction.bucket(tick - then)], then)
+                offer = (worth[count][eviction.bucket(tick - then)], then)
                 if offer < least:
-                    least, giver = offer, rank
+                    least, giver = offer, count
         block, then = self._lists[giver].popitem(last=False)
-        del self._rank[block]
+        del self._count[block]
         gone = self._ghosts.remember([mixed(block)], [giver], [then])
         if len(gone):
-            self._reuse.gone(eviction.rank_of(gone), tick - eviction.tick_of(gone))
+            self._reuse.gone(eviction.count_of(gone), tick - eviction.tick_of(gone))
 
     def _learn(self) -> None:
-        ranks = np.repeat(np.arange(USES), [len(blocks) for blocks in self._lists])
+        counts = np.repeat(np.arange(USES), [len(blocks) for blocks in self._lists])
         ticks = np.array([then for blocks in self._lists for then in blocks.values()], np.int64)
-        self._reuse.learn(eviction.census(ranks, self._tick - ticks) + self._ghosts.living(self._tick))
+        self._reuse.learn(eviction.census(counts, self._tick - ticks) + self._ghosts.living(self._tick))
 
 
 POLICIES: dict[str, Callable[[int], Policy]] = {"lru": Lru, "s3-fifo": S3Fifo, "arc": Arc, "kvtier": Kvtier}

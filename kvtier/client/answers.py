@@ -160,7 +160,7 @@ class Asked:
         return pb.Keys(context=self.context, hashes=self.hashes, **fields, **more)
 
 
-class Entered(Ended):
+class ContextAnswer(Ended):
     """An answer that is used as a context manager."""
 
     def __enter__(self) -> Self:
@@ -170,14 +170,14 @@ class Entered(Ended):
         raise NotImplementedError
 
 
-class Lease(Sequence[Body], Entered):
+class Lease(Sequence[Body], ContextAnswer):
     """The warm leading part of a list of blocks: read-only uint8 views of their bodies.
 
     Use as a context manager; views are void after exit.
     """
 
 
-class Fill(Sequence[Body | None], Entered):
+class Fill(Sequence[Body | None], ContextAnswer):
     """Reserved slots as writable uint8 views of bodies; None where a block is present already, or where nothing could
     be reserved.
 

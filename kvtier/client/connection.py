@@ -34,7 +34,7 @@ from kvtier.protocol.limits import HELLO_DEADLINE, MAX_DRAINED
 from kvtier.protocol.v1 import kvtier_pb2 as pb
 
 MAX_SOCKETS = 16  # calls of one client under way at once; more wait within their deadline
-MAX_DEBTS = 4096  # as many ids as a session may have open
+MAX_OPEN = 4096  # as many ids as a session may have open
 _BACKOFF = (0.05, 1.0)  # seconds: first and longest
 _TICK = 1.0  # seconds between looks at debts
 
@@ -65,7 +65,7 @@ class Attachment:
         self.users = 0
         self.gone = False
         # (verb, id): releases and aborts that may not have arrived
-        self.debts: deque[tuple[int, int]] = deque(maxlen=MAX_DEBTS)
+        self.debts: deque[tuple[int, int]] = deque(maxlen=MAX_OPEN)
         self.session_socket = session_socket
         self.idle: deque[UnixSocket] = deque()
 
@@ -218,7 +218,9 @@ class Connection:
                 pass  # NotFound: the call that would have opened this id never arrived
 
     def pay(self, attachment: Attachment) -> None:
-        """Says again what got no answer. Never raises; what fails again stays a debt."""
+        """Says again what got no answer, once idle sockets have told what arrived. Never raises; what fails again stays
+        a debt."""
+        self._confirm(attachment)
         for _ in range(len(attachment.debts)):
             try:
                 verb, id_ = attachment.debts.popleft()
@@ -228,6 +230,27 @@ class Connection:
             self.finish(attachment, verb, [id_], HELLO_DEADLINE)
             if len(attachment.debts) > left:
                 return
+
+    def _confirm(self, attachment: Attachment) -> None:
+        """Asks each idle socket that has posted releases whether they arrived: it may have broken since, and might not
+        be borrowed again. What did not arrive becomes a debt."""
+        doubtful = [sock for sock in list(attachment.idle) if sock.posted]
+        for sock in doubtful:
+            with self._lock:
+                if sock not in attachment.idle:
+                    continue  # a call has it, or it is closed
+                attachment.idle.remove(sock)
+                self._lent += 1
+            broken = True
+            try:
+                sock.call(Verb.RELEASE, pb.Held(id=sock.posted[-1][1]).SerializeToString(), HELLO_DEADLINE)
+                broken = False
+            except ErrorAnswer:
+                broken = False
+            except KvtierError:
+                pass
+            finally:
+                self._give_back(attachment, sock, broken)
 
     def use(self, attachment: Attachment) -> None:
         """One more lease or fill reads or writes the mapping. Raises Unavailable if the attachment is gone."""
@@ -271,6 +294,7 @@ class Connection:
                 self._attachment = None
             self._retired.append(attachment)
             for sock in (attachment.session_socket, *attachment.idle):  # lent ones are closed when they come back
+                attachment.debts.extend((Verb.RELEASE, id_) for _, id_ in sock.posted)
                 sock.close()
             attachment.idle.clear()
             self._lock.notify_all()

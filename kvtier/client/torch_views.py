@@ -2,8 +2,8 @@
 formats. Nothing is copied.
 
 A view of a leased block is valid until its lease ends and must not be written: the mapping may be read-only, and then
-the process dies of it. One of a reserved slot is valid until it is sealed. Any thread may call. This file and
-`kvtier.quality` alone import torch.
+the process dies of it. One of a reserved slot is valid until it is sealed. Any thread may call. The only file of
+the client library that imports torch.
 """
 
 from __future__ import annotations

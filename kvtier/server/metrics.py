@@ -63,7 +63,7 @@ GAUGES = (
     Family("kvtier_tier_capacity_bytes", "", "Capacity of a lower tier.", ("tier",)),
     Family("kvtier_tier_used_bytes", "", "Of it taken.", ("tier",)),
     Family("kvtier_tier_degraded", "", "1 while faults or lack of space keep blocks out of a lower tier.", ("tier",)),
-    Family("kvtier_tier_breaker", "", "Whether a tier in another place is called: 0 yes, 1 a trial is under way, 2 no.",
+    Family("kvtier_tier_breaker", "", "Whether a remote tier is called: 0 yes, 1 a trial is under way, 2 no.",
         ("tier",)),
     Family("kvtier_promoting_blocks", "promoting_blocks", "Blocks on their way up from a lower tier."),
     Family("kvtier_settle_queue_blocks", "settle_queue_blocks",

@@ -1,10 +1,10 @@
 """Which block goes first, how much a caller may hold, what is worth writing to the SSD, and what has expired.
 
 Blocks are told apart by how often they were used; what a use count is worth at an age is learned from what came back,
-and before that the order is least recently used. Use counts never grow from a head to its tail and worth never grows
-with age, so tails go before heads. Leased blocks, also pins, never go. Time is counted in ticks, blocks put or used
-since the start: no clock, no I/O. Not thread-safe: the owner holds its lock around every call, but for `Aging`, which
-takes that lock itself.
+and before that the order is least recently used. Use counts never grow along a prefix and worth never grows with age,
+so of one prefix the last block goes first. Leased blocks, also pins, never go. Time is counted in ticks, blocks put or
+used since the start: no clock, no I/O. Not thread-safe: the owner holds its lock around every call, but for `Aging`,
+which takes that lock itself.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ WAITING = 1024  # ghosts at most that go into the table together: one at a time 
 STEP = 2048  # blocks of one step of `Aging`
 _TOP = USES - 1
 
-# A ghost: tick | rank (3 bits) | tag (20 bits). It is taken for another block's once in 250,000 questions.
-_RANK, _TICK, _TAG = np.uint64(20), np.uint64(23), np.uint64(0xFFFFF)
+# A ghost: tick | use count (3 bits) | tag (20 bits). It is taken for another block's once in 250,000 questions.
+_COUNT, _TICK, _TAG = np.uint64(20), np.uint64(23), np.uint64(0xFFFFF)
 Floats = npt.NDArray[np.float64]
 Words = npt.NDArray[np.uint64]
 _NONE: Words = np.zeros(0, np.uint64)
@@ -64,15 +64,15 @@ def slab_to_empty(ages: Mapping[int, float]) -> int | None:
     return min(ages, key=lambda slab: (ages[slab], slab), default=None)
 
 
-def admit(rank: int, left: float) -> bool:
-    """Whether to write a block of this rank to the SSD; `left`: the free share of the write budget's burst (1: no
+def admit(count: int, left: float) -> bool:
+    """Whether to write a block of this use count to the SSD; `left`: the free share of the write budget's burst (1: no
     limit).
 
-    What was used again is always worth its bytes; what was used once (rank 0) only while half the burst is left. Of
-    equal bytes written this keeps more hits than writing in order of arrival (docs/eviction.md). A refused block is
+    What was used again is always worth its bytes; what was used once (use count 0) only while half the burst is left.
+    Of equal bytes written this keeps more hits than writing in order of arrival (docs/eviction.md). A refused block is
     offered again at its second use.
     """
-    return rank > 0 or left > HALF
+    return count > 0 or left > HALF
 
 
 def tick_before(marks: Sequence[tuple[float, int]], moment: float) -> int:
@@ -91,9 +91,9 @@ _START: Floats = np.array([float(b) if b < 2 else float((2 + (b & 1)) << ((b >> 
 _WIDTH: Floats = np.diff(_START)
 
 
-def rank_of(ghosts: Words) -> npt.NDArray[np.int64]:
-    """Ranks of ghosts."""
-    return (ghosts >> _RANK & np.uint64(7)).astype(np.int64)
+def count_of(ghosts: Words) -> npt.NDArray[np.int64]:
+    """Use counts of ghosts."""
+    return (ghosts >> _COUNT & np.uint64(7)).astype(np.int64)
 
 
 def tick_of(ghosts: Words) -> npt.NDArray[np.int64]:
@@ -101,17 +101,17 @@ def tick_of(ghosts: Words) -> npt.NDArray[np.int64]:
     return (ghosts >> _TICK).astype(np.int64)
 
 
-def census(ranks: npt.NDArray[Any], ages: npt.NDArray[Any]) -> Floats:
-    """[USES, BUCKETS]: how many of these blocks are of each rank and age."""
+def census(counts: npt.NDArray[Any], ages: npt.NDArray[Any]) -> Floats:
+    """[USES, BUCKETS]: how many of these blocks are of each use count and age."""
     at = np.clip(np.searchsorted(_START, ages, "right") - 1, 0, BUCKETS - 1)
-    counts = np.bincount(ranks.astype(np.int64) * BUCKETS + at, minlength=USES * BUCKETS)
-    return counts.reshape(USES, BUCKETS).astype(np.float64)
+    blocks = np.bincount(counts.astype(np.int64) * BUCKETS + at, minlength=USES * BUCKETS)
+    return blocks.reshape(USES, BUCKETS).astype(np.float64)
 
 
 class Reuse:
-    """What a block of a rank and age is worth: the most hits per tick that keeping it promises, over all horizons.
+    """What a block of a use count and age is worth: the most hits per tick that keeping it promises, over all horizons.
     `hit` when blocks are used again, `gone` when a ghost is overwritten, `learn` now and then.
-    `worth[rank][bucket(age)]` is the result."""
+    `worth[count][bucket(age)]` is the result."""
 
     def __init__(self) -> None:
         self.hits = [0.0] * (USES * BUCKETS)
@@ -119,13 +119,13 @@ class Reuse:
         self.worth: list[list[float]] = []
         self._price(np.zeros((USES, BUCKETS)), np.zeros((USES, BUCKETS)))
 
-    def hit(self, rank: int, age: int, n: int = 1) -> None:
-        """`n` blocks of this rank were used again after `age` ticks."""
-        self.hits[rank * BUCKETS + bucket(age)] += n
+    def hit(self, count: int, age: int, n: int = 1) -> None:
+        """`n` blocks of this use count were used again after `age` ticks."""
+        self.hits[count * BUCKETS + bucket(age)] += n
 
-    def gone(self, ranks: npt.NDArray[Any], ages: npt.NDArray[Any]) -> None:
-        """Blocks of these ranks were not used again for so many ticks; they are not watched any more."""
-        self.lost += census(ranks, ages)
+    def gone(self, counts: npt.NDArray[Any], ages: npt.NDArray[Any]) -> None:
+        """Blocks of these use counts were not used again for so many ticks; they are not watched any more."""
+        self.lost += census(counts, ages)
 
     def learn(self, living: Floats) -> None:
         """New prices. `living` is the census of what is held or remembered: it has waited so far. Costs about 1 ms."""
@@ -136,8 +136,8 @@ class Reuse:
 
     def _price(self, hits: Floats, ends: Floats) -> None:
         """Kaplan-Meier: of the blocks that reached a bucket, how many came back in it; then the best ratio of hits to
-        time over all horizons. Too few observations lean on all ranks together, and these on the prior. Made monotone
-        in age and rank, which keeps tails before heads."""
+        time over all horizons. Too few observations lean on all use counts together, and these on the prior. Made
+        monotone in age and use count, so that of one prefix the last block goes first."""
         reached = ends[:, ::-1].cumsum(1)[:, ::-1]
         time = (reached - ends / 2) * _WIDTH
         prior = 1.0 / np.maximum(1.0, _START[:-1] + _WIDTH / 2)
@@ -157,9 +157,9 @@ class Reuse:
 
 
 class Ghosts:
-    """Rank and last tick of evicted blocks, by the first 64 bits of their key. GHOSTS * 8 bytes for each of `blocks`.
-    Paged in as used. A ghost is an integer with `rank_of` and `tick_of`. Those of the last evictions wait in a dict
-    until they go into the table together."""
+    """Use count and last tick of evicted blocks, by the first 64 bits of their key. GHOSTS * 8 bytes for each of
+    `blocks`. Paged in as used. A ghost is an integer with `count_of` and `tick_of`. Those of the last evictions wait in
+    a dict until they go into the table together."""
 
     def __init__(self, blocks: int, waiting: int = WAITING) -> None:
         self._sets = max(1, blocks * GHOSTS // WAYS)
@@ -168,16 +168,16 @@ class Ghosts:
             # numpy asks for huge pages: at a million blocks the first ghosts would then zero 64 MiB in one call
             memory.madvise(mmap.MADV_NOHUGEPAGE)
         self._table = np.frombuffer(memory, np.uint64).reshape(self._sets, WAYS)
-        self._waiting: dict[bytes, int] = {}  # tick and rank in one number: pairs would wake the garbage collector
+        self._waiting: dict[bytes, int] = {}  # tick and count in one number: pairs would wake the garbage collector
         self._most = min(waiting, max(32, blocks // 32))
 
     @property
     def nbytes(self) -> int:
         return self._table.nbytes
 
-    def remember(self, keys: Iterable[bytes], ranks: Iterable[int], ticks: Iterable[int]) -> Words:
+    def remember(self, keys: Iterable[bytes], counts: Iterable[int], ticks: Iterable[int]) -> Words:
         """These blocks were evicted, last used at these ticks (1 or later). Returns the overwritten ghosts."""
-        told = [tick << 3 | rank for rank, tick in zip(ranks, ticks, strict=True)]
+        told = [tick << 3 | count for count, tick in zip(counts, ticks, strict=True)]
         self._waiting.update(zip(keys, told, strict=True))
         if len(self._waiting) < self._most:
             return _NONE
@@ -188,12 +188,12 @@ class Ghosts:
         self._waiting = {k: ghost for i, (k, ghost) in enumerate(self._waiting.items()) if i in later} if later else {}
         sets = self._table[at]
         way = sets.argmin(1)
-        self._table[at, way] = new[first] << _RANK | words[first] & _TAG
+        self._table[at, way] = new[first] << _COUNT | words[first] & _TAG
         old: Words = sets[np.arange(len(way)), way]
         return old[old > 0]
 
     def recall(self, keys: Sequence[bytes]) -> dict[int, tuple[int, int]]:
-        """{index: (rank, tick)} of those that come back; they are ghosts no more."""
+        """{index: (use count, tick)} of those that come back; they are ghosts no more."""
         found: dict[int, tuple[int, int]] = {}
         words = _words(keys)
         at = self._set_of(words)
@@ -203,7 +203,7 @@ class Ghosts:
             which, way = (alike & (sets > 0)).nonzero()
             self._table[at[which], way] = 0
             ghosts = sets[which, way]
-            uses = zip(rank_of(ghosts).tolist(), tick_of(ghosts).tolist(), strict=True)
+            uses = zip(count_of(ghosts).tolist(), tick_of(ghosts).tolist(), strict=True)
             found = dict(zip(which.tolist(), uses, strict=True))
         if not self._waiting.keys().isdisjoint(keys):
             back = {i: self._waiting.pop(key) for i, key in enumerate(keys) if key in self._waiting}
@@ -216,10 +216,10 @@ class Ghosts:
         stride = -(-len(ghosts) // SAMPLE)
         ghosts = ghosts[::stride]
         ghosts = ghosts[ghosts > 0]
-        return census(rank_of(ghosts), tick - tick_of(ghosts)) * stride
+        return census(count_of(ghosts), tick - tick_of(ghosts)) * stride
 
     def _set_of(self, words: Words) -> Words:
-        return (words >> _RANK) % np.uint64(self._sets)
+        return (words >> _COUNT) % np.uint64(self._sets)
 
 
 def _words(keys: Collection[bytes]) -> Words:
@@ -243,15 +243,17 @@ class Eviction:
         return self._ghosts.nbytes if self._ghosts is not None else 0
 
     def used(self, rows: Sequence[int]) -> list[int]:
-        """These blocks, head first and each once, are about to be leased. Returns those used for the second time."""
+        """These blocks, in the order of their prefix and each once, are about to be leased. Returns those used for the
+        second time."""
         runs, again = self._ledger.use(rows)
-        for rank, age, n in runs:
-            self._reuse.hit(rank, age, n)
+        for count, age, n in runs:
+            self._reuse.hit(count, age, n)
         return again
 
     def recall(self, keys: Sequence[bytes], present: Sequence[int | None], use: int = 1) -> bytes:
-        """A rank for each None in `present`, which has the row of every key, head first; None: about to be put. Takes
-        their ghosts away. `use` is 0 for blocks from a lower tier: the lease that follows is their use."""
+        """A use count for each None in `present`, which has the row of every key, the prefix's first block first; None:
+        about to be put. Takes their ghosts away. `use` is 0 for blocks from a lower tier: the lease that follows is
+        their use."""
         if self._ghosts is None:
             return bytes(present.count(None))
         absent = [key for key, row in zip(keys, present, strict=True) if row is None]
@@ -259,18 +261,18 @@ class Eviction:
         if not ghosts:
             return bytes(len(absent))
         low, found = _TOP, bytearray()
-        ranks = iter(self._ledger.uses(row for row in present if row is not None))
+        counts = iter(self._ledger.uses(row for row in present if row is not None))
         for row in present:
             if row is not None:
-                low = min(low, next(ranks))
+                low = min(low, next(counts))
                 continue
             ghost = ghosts.get(len(found))
             if ghost is None:
                 low = 0
             else:
-                rank, tick = ghost
-                self._reuse.hit(rank, self._ledger.tick - tick)
-                low = min(low, rank + use)
+                count, tick = ghost
+                self._reuse.hit(count, self._ledger.tick - tick)
+                low = min(low, count + use)
             found.append(low)
         return bytes(found)
 
@@ -283,13 +285,13 @@ class Eviction:
         heads, rows = self._heads(size), list[int]()
         heapq.heapify(heads)
         while heads and len(rows) < n:
-            *_, rank, row = heads[0]
+            *_, count, row = heads[0]
             run, behind = self._ledger.from_oldest(row, n - len(rows))
             rows += run
             if behind is None:
                 heapq.heappop(heads)
             else:
-                heapq.heapreplace(heads, self._head(rank, *behind))
+                heapq.heapreplace(heads, self._head(count, *behind))
         return rows
 
     def evicted(self, rows: Sequence[int]) -> None:
@@ -298,7 +300,7 @@ class Eviction:
             return
         gone = self._ghosts.remember(*self._ledger.history(rows))
         if len(gone):
-            self._reuse.gone(rank_of(gone), self._ledger.tick - tick_of(gone))
+            self._reuse.gone(count_of(gone), self._ledger.tick - tick_of(gone))
 
     def learn(self) -> None:
         """Before an eviction. Gives a lesson (2 ms) when half as many blocks as there are were used since the last."""
@@ -311,15 +313,15 @@ class Eviction:
         if ledger.tick < self._lesson:
             return
         self._lesson = ledger.tick + max(MIN_STEP, ledger.known // 2)
-        ranks, ages, stride = ledger.sample(SAMPLE)
-        self._reuse.learn(census(ranks, ages) * stride + self._ghosts.living(ledger.tick))
+        counts, ages, stride = ledger.sample(SAMPLE)
+        self._reuse.learn(census(counts, ages) * stride + self._ghosts.living(ledger.tick))
 
     def _heads(self, size: int) -> list[tuple[float, int, int, int]]:
         return [self._head(*head) for head in self._ledger.oldest(size)]
 
-    def _head(self, rank: int, tick: int, row: int) -> tuple[float, int, int, int]:
-        """(worth, tick of the last use, rank, row)"""
-        return self._reuse.worth[rank][bucket(self._ledger.tick - tick)], tick, rank, row
+    def _head(self, count: int, tick: int, row: int) -> tuple[float, int, int, int]:
+        """(worth, tick of the last use, use count, row)"""
+        return self._reuse.worth[count][bucket(self._ledger.tick - tick)], tick, count, row
 
 
 class Aging:

@@ -19,7 +19,7 @@ FREE, RESERVED, SEALED, DOOMED = range(4)  # DOOMED: deleted while leased; its s
 _SPAN = 1 << 20
 _GROW = 1 << 14  # rows more, each time
 USES = 8  # uses of a block that are told apart
-_FIRST = (MAX_CLASSES + 1) * USES  # rows below are the heads of the age lists, one per size class and rank
+_FIRST = (MAX_CLASSES + 1) * USES  # rows below are the heads of the age lists, one per size class and use count
 
 
 class Ledger:
@@ -37,7 +37,7 @@ class Ledger:
 
     256 small dicts (by the key's first byte) lead from key to row, because one dict of a million keys stops the
     interpreter for 300 ms when it grows and small ones for less than 1. Unleased rows stand in lists by age, one per
-    size class and *rank*: how often the block was used again. Leased rows stand in none, except the few that are
+    size class and *use count*: how often the block was used again. Leased rows stand in none, except the few that are
     *kept*: leased in order to move them between tiers, which does not count as use.
     """
 
@@ -47,7 +47,7 @@ class Ledger:
         self._keys: list[bytes] = []
         self._state = array("B")
         self._size = array("B")  # index of the size class
-        self._rank = array("B")  # below USES; its value when the row was linked says in which list it stands
+        self._count = array("B")  # below USES; its value when the row was linked says in which list it stands
         self._leases = array("I")
         self._page = array("I")
         self._nbytes = array("I")  # of the block
@@ -85,16 +85,16 @@ class Ledger:
     def reserve(
         self, pages: Sequence[int], keys: list[bytes], nbytes: int, slot: int, size: int, handle: int, uses: bytes = b""
     ) -> list[int]:
-        """New rows of these ranks for slots of `slot` bytes in size class `size`: counted, not yet known."""
+        """New rows of these use counts for slots of `slot` bytes in size class `size`: counted, not yet known."""
         n = len(keys)
         if len(self._free) < n:
             self._grow(max(_GROW, n))
         cut = len(self._free) - n
         rows = self._free[cut:].tolist()
         del self._free[cut:]
-        state, sizes, rank_of, page_of = self._state, self._size, self._rank, self._page
+        state, sizes, count_of, page_of = self._state, self._size, self._count, self._page
         nbytes_of, slot_of, namespaces, key_of = self._nbytes, self._slot, self._namespace, self._keys
-        for row, page, key, rank in zip(rows, pages, keys, uses or bytes(n), strict=True):
+        for row, page, key, count in zip(rows, pages, keys, uses or bytes(n), strict=True):
             state[row] = RESERVED
             sizes[row] = size
             page_of[row] = page
@@ -102,7 +102,7 @@ class Ledger:
             slot_of[row] = slot
             namespaces[row] = handle
             key_of[row] = key
-            rank_of[row] = rank
+            count_of[row] = count
             self._checksum[row] = 0
         self.reserved += n
         self.reserved_bytes += n * slot
@@ -175,30 +175,31 @@ class Ledger:
         return self.keys(np.flatnonzero(mine)[:most].tolist())
 
     def use(self, rows: Sequence[int]) -> tuple[list[tuple[int, int, int]], list[int]]:
-        """These blocks, head first and each once, are about to be leased. A use, unless leased already and not kept. A
-        rank grows by one, but not above that of the rows before it. Returns (rank, ticks since the last use, rows) of
-        each run of rows that were alike, and the rows that were used for the second time."""
-        leases, ages, ranks, kept = self._leases, self._age, self._rank, self._kept
+        """These blocks, in the order of their prefix and each once, are about to be leased. A use, unless leased
+        already and not kept. A use count grows by one, but not above that of the rows before it. Returns (use count,
+        ticks since the last use, rows) of each run of rows that were alike, and the rows that were used for the second
+        time."""
+        leases, ages, counts, kept = self._leases, self._age, self._count, self._kept
         runs: list[tuple[int, int, int]] = []
         again: list[int] = []
         low, then, before, n = USES - 1, 0, 0, 0
         for row in rows:
-            rank = ranks[row]
+            count = counts[row]
             if leases[row] and row not in kept:
-                low = min(low, rank)
+                low = min(low, count)
                 continue
             age = ages[row]
-            if age != then or rank != before:
+            if age != then or count != before:
                 if n:
                     runs.append((before, self.tick - then, n))
-                then, before, n = age, rank, 0
+                then, before, n = age, count, 0
             n += 1
-            if rank < low:
-                if not rank:
+            if count < low:
+                if not count:
                     again.append(row)
-                ranks[row] = low = rank + 1
-            elif rank > low:
-                ranks[row] = low
+                counts[row] = low = count + 1
+            elif count > low:
+                counts[row] = low
         if n:
             runs.append((before, self.tick - then, n))
         return runs, again
@@ -207,12 +208,13 @@ class Ledger:
         return self.keys(rows), self.uses(rows), list(map(self._age.__getitem__, rows))
 
     def sample(self, most: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any], int]:
-        """Ranks and ticks since the last use of the sealed rows among up to `most`; each stands for so many rows."""
+        """Use counts, and ticks since the last use, of the sealed rows among up to `most`; each stands for so many
+        rows."""
         stride = -(-len(self._state) // most)
         mine = np.flatnonzero(np.frombuffer(self._state, np.uint8)[::stride] == SEALED)
-        ranks = np.frombuffer(self._rank, np.uint8)[::stride][mine].astype(np.int64)
+        counts = np.frombuffer(self._count, np.uint8)[::stride][mine].astype(np.int64)
         ages = self.tick - np.frombuffer(self._age, np.uint64)[::stride][mine].astype(np.int64)
-        return ranks, ages, stride
+        return counts, ages, stride
 
     def youngest(self, size: int) -> int | None:
         """Tick of the youngest unleased block of a size class, None if there is none."""
@@ -220,10 +222,10 @@ class Ledger:
         return max((self._age[row] for head in heads if (row := self._prev[head]) != head), default=None)
 
     def oldest(self, size: int) -> list[tuple[int, int, int]]:
-        """(rank, tick, row) of the oldest unleased block of each rank of a size class that has one."""
+        """(use count, tick, row) of the oldest unleased block of each use count of a size class that has one."""
         first = self._next[size * USES : (size + 1) * USES]
         rows = map(self._unkept, first) if self._kept else first
-        return [(rank, self._age[row], row) for rank, row in enumerate(rows) if row >= _FIRST]
+        return [(count, self._age[row], row) for count, row in enumerate(rows) if row >= _FIRST]
 
     def from_oldest(self, row: int, n: int) -> tuple[list[int], tuple[int, int] | None]:
         """Up to `n` unleased rows of one list and age, this one first; and (tick, row) of the next, None at the end."""
@@ -294,8 +296,8 @@ class Ledger:
         return sum(map(self._nbytes.__getitem__, rows))
 
     def uses(self, rows: Iterable[int]) -> list[int]:
-        """Ranks: how often each block was used again, as far as that is told apart (below `USES`)."""
-        return list(map(self._rank.__getitem__, rows))
+        """Use counts: how often each block was used again, as far as that is told apart (below `USES`)."""
+        return list(map(self._count.__getitem__, rows))
 
     def checksums(self, rows: Iterable[int]) -> list[int]:
         """xxh3-64 of these blocks, 0 where it has not been computed."""
@@ -410,7 +412,7 @@ class Ledger:
             row, before, age = self._next[head], head, 0
             while row != head:
                 assert row not in listed and self._prev[row] == before, "an age list is broken"
-                assert self._size[row] * USES + self._rank[row] == head and self._state[row] == SEALED
+                assert self._size[row] * USES + self._count[row] == head and self._state[row] == SEALED
                 assert bool(self._leases[row]) == (row in self._kept)
                 assert self._age[row] >= age, "an age list is out of order"
                 listed.add(row)
@@ -441,7 +443,7 @@ class Ledger:
         """More rows. All or nothing: columns of unequal length would not go together."""
         first = len(self._keys)
         columns = (
-            self._state, self._size, self._rank, self._leases, self._page, self._nbytes, self._slot, self._namespace,
+            self._state, self._size, self._count, self._leases, self._page, self._nbytes, self._slot, self._namespace,
             self._checksum, self._age, self._prev, self._next,
         )  # fmt: skip
         try:
@@ -467,10 +469,10 @@ class Ledger:
         """Puts rows at the young end of their lists, the last first: a tail is always older than its head."""
         self.tick += len(rows)
         tick, prev, after, idle = self.tick, self._prev, self._next, self._idle
-        sizes, ranks, ages = self._size, self._rank, self._age
+        sizes, counts, ages = self._size, self._count, self._age
         for row in reversed(rows):
             size = sizes[row]
-            head = size * USES + ranks[row]
+            head = size * USES + counts[row]
             last = prev[head]
             after[last] = prev[head] = row
             prev[row] = last

@@ -31,7 +31,7 @@ _LOOK = 512  # keys of one question to the tiers below
 _DROP_STEP = 2048  # blocks forgotten in one hold of the lock: about 5 ms
 
 
-class Lower(Protocol):
+class LowerTiers(Protocol):
     """What the store asks of the tiers below. None of these waits for a disk or a network. All are called without the
     store's lock, but for `find` and `unsure`, which take no lock of their own."""
 
@@ -71,7 +71,7 @@ class Store:
         self._tenants: dict[str, Tenant] = {}
         self._moving: list[Account] = []
         self.aging = Aging(self._ledger, self._lock, self.counters, self._allocator.free)
-        self.lower: Lower | None = None
+        self.lower: LowerTiers | None = None
         self.namespaces = Namespaces(self._handles_in_use, self._purge)
         self.capacity = self._slabs.usable_bytes
         self.session_cap = int(self.capacity * SESSION_SHARE)
@@ -268,8 +268,8 @@ class Store:
     # reserve of a client, but without caps, without ids and without counting as use. The lock is not held while bytes
     # move.
 
-    def mover(self, tenant: str) -> Account:
-        """A new account for moving a tenant's blocks. No cap applies: a mover holds few blocks at once."""
+    def account_for_moves(self, tenant: str) -> Account:
+        """A new account for moving a tenant's blocks. No cap applies: it holds few blocks at once."""
         made = self.account(tenant, own=True)
         with self._lock:
             self._moving.append(made)
@@ -379,7 +379,7 @@ class Store:
             assert sum(tenant.held for tenant in self._tenants.values()) == total, "tenants' accounts do not add up"
             self.namespaces.check_integrity(set(by_namespace(*self._ledger.snapshot())))
             if holders is not None:
-                moving = [(mover, dict.fromkeys(mover.leased, 1), set(mover.reserved)) for mover in self._moving]
+                moving = [(one, dict.fromkeys(one.leased, 1), set(one.reserved)) for one in self._moving]
                 holders = [*holders, *moving]
                 leases, claimed = Counter[int](), set[int]()
                 shares: dict[str, set[int]] = {name: set() for name in self._tenants}
@@ -422,8 +422,8 @@ class Store:
         size = self._allocator.size_class(slot, len(absent))
         pages = self._allocator.take(size, len(absent))
         try:
-            ranks = self._eviction.recall(keys, present, use)
-            rows = ledger.reserve(pages, absent, extents.block_bytes, slot, size.index, namespace.handle, ranks)
+            uses = self._eviction.recall(keys, present, use)
+            rows = ledger.reserve(pages, absent, extents.block_bytes, slot, size.index, namespace.handle, uses)
         except BaseException:
             self._allocator.give(pages)
             raise

@@ -32,7 +32,7 @@ class Promoter:
     def __init__(self, store: Store, tiers: Sequence[Tier], threads: int = THREADS) -> None:
         self._store = store
         self._tiers = list(tiers)
-        self._mover = functools.cache(store.mover)  # by tenant
+        self._account = functools.cache(store.account_for_moves)  # by tenant
         self._wake = threading.Condition(threading.Lock())
         self._queue: deque[tuple[bytes, Namespace, Extents]] = deque()
         self._under_way: set[bytes] = set()
@@ -108,9 +108,9 @@ class Promoter:
                 self._wake.notify_all()
 
     def _promote(self, key: bytes, namespace: Namespace, extents: Extents) -> None:
-        store, mover = self._store, self._mover(namespace.tenant)
+        store, account = self._store, self._account(namespace.tenant)
         try:
-            row = store.make_place(mover, namespace, extents, key)
+            row = store.make_place(account, namespace, extents, key)
         except KvtierError:
             self._count("refused_blocks")  # everything is in use: a miss
             return
@@ -121,7 +121,7 @@ class Promoter:
         try:
             checksum, source = self._read(key, store.slot_of(row)[0], extents.block_bytes)
         finally:
-            visible = store.finish_place(mover, namespace, row, checksum)
+            visible = store.finish_place(account, namespace, row, checksum)
         if source is not None and not source.find([key])[0]:
             store.forget([key])  # deleted while it was read
         elif visible:

@@ -76,7 +76,7 @@ class WriteBehind:
         self._store, self._tier = store, tier
         self._budget = budget or Budget()
         self._batch_bytes = min(BATCH_BYTES, store.capacity // ARENA_SHARE)
-        self._mover = functools.cache(store.mover)  # by tenant
+        self._account = functools.cache(store.account_for_moves)  # by tenant
         self._wake = threading.Condition(threading.Lock())
         self._queue: OrderedDict[bytes, Namespace] = OrderedDict()
         self._busy: set[bytes] = set()
@@ -203,9 +203,9 @@ class WriteBehind:
     def _write_part(self, batch: list[Entry]) -> list[Entry]:
         """Writes the blocks of one tenant, as many as fit a batch. Returns the rest, which is tried next."""
         tenant = batch[0][1].tenant
-        mover = self._mover(tenant)
+        account = self._account(tenant)
         mine = [entry for entry in batch if entry[1].tenant == tenant]
-        rows = self._store.hold(mover, [key for key, _ in mine], self._batch_bytes)
+        rows = self._store.hold(account, [key for key, _ in mine], self._batch_bytes)
         spoiled: set[int] = set()
         try:
             going = {row: mine[i] for i, row in rows.items() if self._admitted(mine[i][0], row)}
@@ -214,7 +214,7 @@ class WriteBehind:
             }
             self._write(list(outgoing.values()))
         finally:
-            gone = self._store.let_go(mover, list(rows.values()), spoiled)
+            gone = self._store.let_go(account, list(rows.values()), spoiled)
         if gone:  # deleted while they were written
             self._tier.delete([outgoing[row].key for row in gone if row in outgoing])
         last = max(rows, default=len(mine) - 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 from typer.testing import CliRunner
 
-from kvtier.cli.app import COMMANDS, app, load_commands
+from kvtier.cli.app import COMMAND_FILES, app, load_commands
 from tests.support.paths import ROOT
 
 load_commands()
@@ -14,7 +14,9 @@ load_commands()
 def test_every_file_of_commands_is_listed() -> None:
     marks = ("@command(", "@app.command(")
     found = {path.stem for path in (ROOT / "kvtier" / "cli").glob("*.py") if any(m in path.read_text() for m in marks)}
-    assert {f"kvtier.cli.{name}" for name in found - {"app"}} == set(COMMANDS) and list(COMMANDS) == sorted(COMMANDS)
+    assert {f"kvtier.cli.{name}" for name in found - {"app"}} == set(COMMAND_FILES) and list(COMMAND_FILES) == sorted(
+        COMMAND_FILES
+    )
 
 
 def test_every_command_has_the_common_options() -> None:

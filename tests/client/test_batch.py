@@ -80,7 +80,9 @@ def test_a_quiet_release_has_no_answer_and_works(client: Patient, daemon: Daemon
             assert lane.call(verb | QUIET, keys)[0] == Invalid.code, "nothing else may go without an answer"
 
 
-def test_a_release_that_may_be_lost_is_said_again(client: Patient, daemon: Daemon) -> None:
+def test_a_release_that_may_be_lost_is_said_again(
+    client: Patient, daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ns = client.register(space())
     put(client, ns, range(4))
     with client.lease(ns, hashes(range(4))) as blocks:
@@ -90,22 +92,37 @@ def test_a_release_that_may_be_lost_is_said_again(client: Patient, daemon: Daemo
             wire.sock.shutdown(socket.SHUT_WR)  # the release cannot be sent
     until(lambda: daemon.status()["held_bytes"] == 0, "the debt is paid")
 
+    wires = lose_a_release(client, ns, monkeypatch)
+    until(lambda: daemon.status()["held_bytes"] == 0, "what the broken socket had been given to say is said again")
+    assert len(wires) == 1 and client._connection.attach(1) is attachment
+
+
+def test_a_release_lost_before_the_client_is_closed_leaves_nothing_held(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where this process lives on: the daemon would keep the slots for it."""
+    with daemon.client() as client:
+        ns = client.register(space())
+        put(client, ns, range(4))
+        assert len(lose_a_release(client, ns, monkeypatch)) == 1
+    daemon.quiet()
+
+
+def lose_a_release(client: Patient, ns: Any, monkeypatch: pytest.MonkeyPatch) -> list[UnixSocket]:
+    """A lease whose release is said into the air, on a socket that breaks then and that no call need use again."""
+    wires: list[UnixSocket] = []
+
+    def into_the_air(wire: UnixSocket, id_: int, deadline: float) -> None:
+        wires.append(wire)
+        wire.posted.append((10**6, id_))
+        wire.sock.shutdown(socket.SHUT_RDWR)
+
     lease = client.lease(ns, hashes(range(4)))
     assert len(lease.__enter__()) == 4
-    wire = attachment.idle[-1]
-    post, said = wire.post, []
-    # type: ignore[method-assign, func-returns-value]
-    wire.post = lambda id_, deadline: (said.append(id_), wire.posted.append((10**6, id_)))
-    lease.__exit__(None, None, None)  # said into the air
-    wire.post = post  # type: ignore[method-assign]
-    assert len(said) == 1 and daemon.status()["held_bytes"] > 0
-    wire.sock.shutdown(socket.SHUT_RDWR)
-    answers = [
-        client.lookup(ns, hashes([0])) for _ in range(len(attachment.idle) + 1)
-    ]  # one of these calls finds the broken socket
-    assert 1 in answers
-    until(lambda: daemon.status()["held_bytes"] == 0, "what the broken socket had been given to say is said again")
-    assert client._connection.attach(1) is attachment
+    monkeypatch.setattr(UnixSocket, "post", into_the_air)
+    lease.__exit__(None, None, None)
+    monkeypatch.undo()
+    return wires
 
 
 def test_many_releases_in_a_row_are_answered_now_and_then(client: Patient, daemon: Daemon) -> None:

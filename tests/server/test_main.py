@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvtier.server.settings import SETTINGS
+from kvtier.server.settings import BY_NAME
 from tests.support.daemon import MiB, die_with_parent, read_line
 from tests.support.paths import ROOT
 
@@ -33,31 +33,32 @@ def server(*arguments: str, environment: dict[str, str] | None = None) -> subpro
     )
 
 
-def test_check_prints_what_would_be_used(tmp_path: Path) -> None:
-    sock = str(tmp_path / "k.sock")
-    found = server(
-        "--check",
-        "--socket",
-        sock,
-        "--arena-bytes",
-        "64MiB",
-        "--user",
-        "any guests read",
-        "--grpc",
-        "off",
-        "--metrics",
-        "9464",
-    )
+def test_check_prints_what_would_be_used_and_no_flag_is_ignored(tmp_path: Path) -> None:
+    for name in ("tokens", "cert", "key", "ca"):
+        (tmp_path / name).touch(0o600)
+    flags = {
+        "socket": str(tmp_path / "k.sock"),
+        "socket_mode": "660",
+        "users": "any guests read",
+        "arena_bytes": "64MiB",
+        "grpc": "[::1]:50051",
+        "token_file": str(tmp_path / "tokens"),
+        "tls_cert": str(tmp_path / "cert"),
+        "tls_key": str(tmp_path / "key"),
+        "tls_client_ca": str(tmp_path / "ca"),
+        "ssd": f"path={tmp_path},size=8MiB",
+        "redis": "url=redis://host:6379",
+        "metrics": "9464",
+    }
+    assert set(flags) == set(BY_NAME), "a new setting is given here too"
+    found = server("--check", *(word for name, text in flags.items() for word in (BY_NAME[name].flag, text)))
     assert found.returncode == 0, found.stderr
     said = json.loads(found.stdout)
-    assert set(said) == {setting.name for setting in SETTINGS}
-    assert (
-        said["socket"] == sock
-        and said["arena_bytes"] == 64 * MiB
-        and said["grpc"] == []
-        and said["metrics"] == "127.0.0.1:9464"
-    )
-    assert said["users"] == ["any guests read"] and not Path(sock).exists()
+    given = {"arena_bytes": 64 * MiB, "users": [flags["users"]], "grpc": [flags["grpc"]], "metrics": "127.0.0.1:9464"}
+    tables = {name: said.pop(name) for name in ("ssd", "redis")}
+    assert said == {name: text for name, text in flags.items() if name not in tables} | given
+    assert tables["ssd"].startswith(f"path={tmp_path},size={8 * MiB}") and "host:6379" in tables["redis"]
+    assert {path.name for path in tmp_path.iterdir()} == {"tokens", "cert", "key", "ca"}, "a check makes nothing"
 
 
 def test_exit_code_2_for_usage_and_configuration(tmp_path: Path) -> None:

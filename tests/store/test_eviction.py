@@ -85,13 +85,13 @@ def test_an_age_is_in_its_bucket(age: int) -> None:
     assert eviction.census(np.array([3]), np.array([age])).ravel()[3 * eviction.BUCKETS + at] == 1.0
 
 
-def test_before_anything_is_known_older_is_worth_less_whatever_the_rank() -> None:
+def test_before_anything_is_known_older_is_worth_less_whatever_the_use_count() -> None:
     worth = eviction.Reuse().worth
-    assert all(rank == worth[0] for rank in worth)
+    assert all(count == worth[0] for count in worth)
     assert all(a > b for a, b in zip(worth[0][1:60], worth[0][2:61], strict=True))
 
 
-def test_a_rank_that_comes_back_is_worth_more() -> None:
+def test_a_use_count_that_comes_back_is_worth_more() -> None:
     reuse = eviction.Reuse()
     for age in range(100, 200):
         reuse.hit(2, age)
@@ -101,14 +101,14 @@ def test_a_rank_that_comes_back_is_worth_more() -> None:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, eviction.USES - 1), st.integers(0, 10**6)), max_size=60))
-def test_worth_never_grows_with_age_nor_falls_with_rank(seen: list[tuple[bool, int, int]]) -> None:
+def test_worth_never_grows_with_age_nor_falls_with_the_use_count(seen: list[tuple[bool, int, int]]) -> None:
     """Else a head could go before its tail."""
     reuse = eviction.Reuse()
-    for came, rank, age in seen:
+    for came, count, age in seen:
         if came:
-            reuse.hit(rank, age)
+            reuse.hit(count, age)
         else:
-            reuse.gone(np.array([rank]), np.array([age]))
+            reuse.gone(np.array([count]), np.array([age]))
     reuse.learn(np.zeros((eviction.USES, eviction.BUCKETS)))
     worth = np.array(reuse.worth)
     assert np.isfinite(worth).all() and (worth >= 0).all()
@@ -126,7 +126,7 @@ def test_ghosts_are_remembered_once_and_the_oldest_of_a_set_goes() -> None:
     for n, key in enumerate(keys[:4]):
         assert not len(ghosts.remember([key], [3], [10 + n]))
     gone = ghosts.remember([keys[4]], [7], [20])
-    assert eviction.rank_of(gone).tolist() == [3] and eviction.tick_of(gone).tolist() == [10]
+    assert eviction.count_of(gone).tolist() == [3] and eviction.tick_of(gone).tolist() == [10]
     assert ghosts.recall(keys[:1]) == {}
     assert ghosts.recall([keys[0], keys[4], keys[2]]) == {1: (7, 20), 2: (3, 12)}
     assert ghosts.recall(keys) == {1: (3, 11), 3: (3, 13)}
@@ -148,17 +148,17 @@ def test_ghosts_that_wait_for_the_table_are_remembered_too() -> None:
     st.sampled_from([(40, 1), (200, 7), (2000, 1000)]),
 )
 def test_ghosts_never_say_what_is_not_so(steps: list[tuple[int, int, bool]], size: tuple[int, int]) -> None:
-    """Model: the last rank and tick of a key that was remembered and not recalled since; a ghost may be missing, never
-    wrong."""
+    """Model: the last use count and tick of a key that was remembered and not recalled since; a ghost may be missing,
+    never wrong."""
     ghosts, model = eviction.Ghosts(*size), dict[int, tuple[int, int]]()
-    for tick, (n, rank, back) in enumerate(steps, 1):
+    for tick, (n, count, back) in enumerate(steps, 1):
         if back:
             found = ghosts.recall([ghost_key(n)])
             assert not found or found == {0: model.get(n)}
             model.pop(n, None)
         elif n not in model:
-            ghosts.remember([ghost_key(n)], [rank], [tick])
-            model[n] = (rank, tick)
+            ghosts.remember([ghost_key(n)], [count], [tick])
+            model[n] = (count, tick)
 
 
 def test_ghosts_cost_no_more_than_a_hundred_bytes_a_block() -> None:
@@ -237,7 +237,7 @@ def test_the_comparison_would_see_another_order(requests: Requests, monkeypatch:
     assert found == pytest.approx(lru, abs=0.002) and found < ours - 0.02
 
 
-# --- ranks
+# --- use counts
 
 
 class Few(Inside):
@@ -261,7 +261,7 @@ class Few(Inside):
         assert len(rows) == len(numbers)
         self.store.release(self.reader, rows)
 
-    def ranks(self, *numbers: int) -> list[int | None]:
+    def counts(self, *numbers: int) -> list[int | None]:
         rows = self.ledger.find_each(self.one.keys(numbers))
         return [None if row is None else self.ledger.uses([row])[0] for row in rows]
 
@@ -272,23 +272,23 @@ class Few(Inside):
         return [number[key] for key in self.ledger.keys(self.order.victims(size, 64))]
 
 
-def test_a_rank_is_how_often_a_block_was_used_again_and_never_more_than_its_heads() -> None:
+def test_a_use_count_is_how_often_a_block_was_used_again_and_never_more_than_its_heads() -> None:
     with Few() as few:
         few.seal(1, 2, 3)
         few.use(1, 2)
         few.use(1)
-        assert few.ranks(1, 2, 3) == [2, 1, 0]
+        assert few.counts(1, 2, 3) == [2, 1, 0]
         few.use(3)
         few.use(3)
-        assert few.ranks(3) == [2]
+        assert few.counts(3) == [2]
         few.use(1, 2, 3)
-        assert few.ranks(1, 2, 3) == [3, 2, 2]
+        assert few.counts(1, 2, 3) == [3, 2, 2]
         few.seal(4)
         few.use(4, 1)
-        assert few.ranks(4, 1) == [1, 1], "no more than the block before it"
+        assert few.counts(4, 1) == [1, 1], "no more than the block before it"
         for _ in range(10):
             few.use(1)
-        assert few.ranks(1) == [USES - 1]
+        assert few.counts(1) == [USES - 1]
 
 
 def test_what_is_leased_already_is_not_used_again() -> None:
@@ -297,25 +297,25 @@ def test_what_is_leased_already_is_not_used_again() -> None:
         holder = few.session()
         holder.lease(1, few.one.keys([1]))
         few.use(1, 2)
-        assert few.ranks(1, 2) == [1, 1]
+        assert few.counts(1, 2) == [1, 1]
         holder.release(1, ())
 
 
-def test_a_block_that_comes_back_has_the_rank_it_had_and_one_more() -> None:
+def test_a_block_that_comes_back_has_the_use_count_it_had_and_one_more() -> None:
     with Few() as few:
         few.seal(*range(10))
         few.use(*range(4))
         few.use(*range(2))
         for first in range(100, 180, 16):
             few.seal(*range(first, first + 16))
-        assert few.ranks(*range(10)) == [None] * 10
+        assert few.counts(*range(10)) == [None] * 10
         few.seal(*range(10))
-        assert few.ranks(*range(10)) == [3, 3, 2, 2, 1, 1, 1, 1, 1, 1]
+        assert few.counts(*range(10)) == [3, 3, 2, 2, 1, 1, 1, 1, 1, 1]
         few.seal(50, 51)
-        assert few.ranks(50, 51) == [0, 0]
+        assert few.counts(50, 51) == [0, 0]
 
 
-def test_what_is_put_behind_a_block_that_is_there_has_no_higher_rank() -> None:
+def test_what_is_put_behind_a_block_that_is_there_has_no_higher_use_count() -> None:
     with Few() as few:
         few.seal(1, 2, 3)
         few.use(1, 2, 3)
@@ -324,49 +324,49 @@ def test_what_is_put_behind_a_block_that_is_there_has_no_higher_rank() -> None:
             few.seal(*range(first, first + 16))
         few.seal(9)
         few.seal(9, 2, 3)
-        assert few.ranks(9, 2, 3) == [0, 0, 0]
+        assert few.counts(9, 2, 3) == [0, 0, 0]
 
 
 # --- who moves blocks
 
 
-def test_what_is_held_to_be_copied_stays_in_its_place_and_rank() -> None:
+def test_what_is_held_to_be_copied_stays_in_its_place_and_use_count() -> None:
     """A chain that is settled in two batches: its head must not become older than its tail."""
     with Few() as few:
         few.seal(*range(1, 9))
         few.seal(20)
         before = few.going()
-        mover = few.store.mover("t")
+        mover = few.store.account_for_moves("t")
         for part in (range(1, 5), range(5, 9)):
             rows = few.store.hold(mover, few.one.keys(part), 1 << 20)
             assert few.going() == [n for n in before if n not in part]
             few.store.let_go(mover, list(rows.values()))
-        assert few.going() == before == [8, 7, 6, 5, 4, 3, 2, 1, 20] and few.ranks(*range(1, 9)) == [0] * 8
+        assert few.going() == before == [8, 7, 6, 5, 4, 3, 2, 1, 20] and few.counts(*range(1, 9)) == [0] * 8
 
 
 def test_a_reader_uses_what_somebody_copies() -> None:
     with Few() as few:
         few.seal(1, 2)
         few.seal(3)
-        mover = few.store.mover("t")
+        mover = few.store.account_for_moves("t")
         rows = few.store.hold(mover, few.one.keys([1, 2]), 1 << 20)
         few.use(1)
         few.store.let_go(mover, list(rows.values()))
-        assert few.ranks(1, 2) == [1, 0] and few.going()[:2] == [2, 3]
+        assert few.counts(1, 2) == [1, 0] and few.going()[:2] == [2, 3]
 
 
-def test_a_promoted_block_has_the_rank_it_had() -> None:
+def test_a_promoted_block_has_the_use_count_it_had() -> None:
     with Few() as few:
         few.seal(1)
         few.use(1)
         few.use(1)
         for first in range(100, 180, 16):
             few.seal(*range(first, first + 16))
-        mover, (key,) = few.store.mover("t"), few.one.keys([1])
+        mover, (key,) = few.store.account_for_moves("t"), few.one.keys([1])
         row = few.store.make_place(mover, few.one.namespace, few.one.extents, key)
         assert row is not None
         assert few.store.finish_place(mover, few.one.namespace, row, 7)
-        assert few.ranks(1) == [2], "the lease that follows is its use"
+        assert few.counts(1) == [2], "the lease that follows is its use"
 
 
 # --- victims
@@ -381,22 +381,22 @@ def test_a_promoted_block_has_the_rank_it_had() -> None:
 def test_victims_are_what_is_worth_least_one_after_another(
     puts: list[tuple[int, int]], n: int, held: list[int], learned: bool
 ) -> None:
-    """Naive: of the oldest of each rank the one worth least, found anew for every victim."""
+    """Naive: of the oldest of each use count the one worth least, found anew for every victim."""
     ledger = Ledger()
     order = Eviction(ledger)
     rows: list[int] = []
-    for rank, length in puts:
+    for count, length in puts:
         keys = [(len(rows) + i).to_bytes(32, "little") for i in range(length)]
-        made = ledger.reserve(range(len(rows), len(rows) + length), keys, 800, SLOT, 1, 1, bytes([rank] * length))
+        made = ledger.reserve(range(len(rows), len(rows) + length), keys, 800, SLOT, 1, 1, bytes([count] * length))
         assert all(ledger.seal(made))
         rows += made
     for keep, place in enumerate(held):
         ledger.lease([rows[place % len(rows)]], keep=bool(keep % 2))
     if learned:
         order._reuse.worth = np.sort(np.random.default_rng(n).random((USES, eviction.BUCKETS)), 1)[:, ::-1].tolist()
-    rank_of, tick_of = (dict(zip(rows, values, strict=True)) for values in ledger.history(rows)[1:])
+    count_of, tick_of = (dict(zip(rows, values, strict=True)) for values in ledger.history(rows)[1:])
     idle = [row for row in rows if not ledger.is_leased(row)]
-    left = {rank: [row for row in idle if rank_of[row] == rank] for rank in range(USES)}
+    left = {count: [row for row in idle if count_of[row] == count] for count in range(USES)}
     for mine in left.values():
         mine.sort(key=lambda row: (tick_of[row], -rows.index(row)))
     wanted: list[int] = []

@@ -30,27 +30,27 @@ class Book(Ledger):
         self.pages = 0
         LIVE.append(self)
 
-    def put(self, *numbers: int, size: int = 1, namespace: int = 1, slot: int = SLOT, ranks: bytes = b"") -> list[int]:
+    def put(self, *numbers: int, size: int = 1, namespace: int = 1, slot: int = SLOT, uses: bytes = b"") -> list[int]:
         """Reserves and seals these keys in one call; returns their rows."""
-        rows = self.hold(*numbers, size=size, namespace=namespace, slot=slot, ranks=ranks)
+        rows = self.hold(*numbers, size=size, namespace=namespace, slot=slot, uses=uses)
         assert all(self.seal(rows))
         return rows
 
-    def hold(self, *numbers: int, size: int = 1, namespace: int = 1, slot: int = SLOT, ranks: bytes = b"") -> list[int]:
+    def hold(self, *numbers: int, size: int = 1, namespace: int = 1, slot: int = SLOT, uses: bytes = b"") -> list[int]:
         pages = range(self.pages, self.pages + len(numbers))
         self.pages += len(numbers)
-        return self.reserve(pages, [key(n) for n in numbers], NBYTES, slot, size, namespace, ranks)
+        return self.reserve(pages, [key(n) for n in numbers], NBYTES, slot, size, namespace, uses)
 
     def known_of(self, *numbers: int) -> list[int | None]:
         return self.find_each([key(n) for n in numbers])
 
-    def by_age(self, size: int = 1, rank: int = 0) -> list[bytes]:
-        return self.keys(self.in_order(size, rank))
+    def by_age(self, size: int = 1, count: int = 0) -> list[bytes]:
+        return self.keys(self.in_order(size, count))
 
-    def in_order(self, size: int = 1, rank: int = 0) -> list[int]:
+    def in_order(self, size: int = 1, count: int = 0) -> list[int]:
         """Unleased rows, oldest first, read in runs of one age."""
         rows: list[int] = []
-        head = next(((tick, row) for one, tick, row in self.oldest(size) if one == rank), None)
+        head = next(((tick, row) for one, tick, row in self.oldest(size) if one == count), None)
         while head is not None:
             tick, row = head
             run, head = self.from_oldest(row, 10**6)
@@ -151,8 +151,8 @@ def test_the_tail_of_one_seal_is_older_than_its_head(book: Book) -> None:
     book.put(1, 2, 3)
     book.put(4, 5)
     assert book.by_age() == [key(n) for n in (3, 2, 1, 5, 4)]
-    ((rank, tick, row),) = book.oldest(1)
-    assert (rank, book.keys([row])[0]) == (0, key(3))
+    ((count, tick, row),) = book.oldest(1)
+    assert (count, book.keys([row])[0]) == (0, key(3))
     run, behind = book.from_oldest(row, 2)
     assert run == book.find_each([key(3), key(2)]) and behind == (tick, book.find([key(1)])[0])
     assert [book.youngest(1)] == book.history(book.find([key(4)]))[2] and tick < book.tick == book.youngest(1)
@@ -244,7 +244,7 @@ def test_only_a_sealed_block_can_be_doomed(book: Book) -> None:
 # --- how often a block was used
 
 
-def test_a_use_raises_ranks_and_tells_runs_of_what_was_alike(book: Book) -> None:
+def test_a_use_raises_use_counts_and_tells_runs_of_what_was_alike(book: Book) -> None:
     rows = book.put(1, 2, 3)
     tick = book.tick
     later = book.put(4)
@@ -252,9 +252,9 @@ def test_a_use_raises_ranks_and_tells_runs_of_what_was_alike(book: Book) -> None
     assert book.uses([*rows, *later]) == [1, 1, 1, 1]
     assert book.history(rows) == ([key(n) for n in (1, 2, 3)], [1, 1, 1], [tick] * 3)
     assert book.use(rows[:1]) == ([(1, 1, 1)], []) and book.uses(rows) == [2, 1, 1]
-    assert book.use(rows[1:2] + rows[:1]) == ([(1, 1, 1), (2, 1, 1)], []), "a run ends where ranks differ"
+    assert book.use(rows[1:2] + rows[:1]) == ([(1, 1, 1), (2, 1, 1)], []), "a run ends where use counts differ"
     assert book.uses(rows) == [2, 2, 1], "no more than the block before it"
-    book.lease([*rows, *later])  # a lease follows a use: only then does the row stand in the list of its rank
+    book.lease([*rows, *later])  # a lease follows a use: only then does the row stand in the list of its use count
     book.release([*rows, *later])
 
 
@@ -271,10 +271,10 @@ def test_what_is_leased_is_not_used_again_and_what_is_kept_is(book: Book) -> Non
 
 
 def test_a_sample_is_of_sealed_rows_and_says_for_how_many_one_stands(book: Book) -> None:
-    book.put(*range(10), ranks=bytes(5) + b"\2" * 5)
+    book.put(*range(10), uses=bytes(5) + b"\2" * 5)
     book.hold(10)
-    ranks, ages, stride = book.sample(1 << 20)
-    assert stride == 1 and sorted(ranks.tolist()) == [0] * 5 + [2] * 5 and ages.tolist() == [0] * 10
+    counts, ages, stride = book.sample(1 << 20)
+    assert stride == 1 and sorted(counts.tolist()) == [0] * 5 + [2] * 5 and ages.tolist() == [0] * 10
     assert book.sample(100)[2] > 1
 
 
@@ -328,15 +328,15 @@ def test_a_kept_row_can_be_doomed(book: Book) -> None:
     book.forget(first)
 
 
-def test_each_rank_has_its_own_order(book: Book) -> None:
-    low, high = book.put(1, 2), book.put(3, 4, ranks=bytes((5, 5)))
-    assert book.by_age(rank=0) == [key(2), key(1)] and book.by_age(rank=5) == [key(4), key(3)]
-    assert [rank for rank, _, _ in book.oldest(1)] == [0, 5] and book.idle(1) == 4
+def test_each_use_count_has_its_own_order(book: Book) -> None:
+    low, high = book.put(1, 2), book.put(3, 4, uses=bytes((5, 5)))
+    assert book.by_age(count=0) == [key(2), key(1)] and book.by_age(count=5) == [key(4), key(3)]
+    assert [count for count, _, _ in book.oldest(1)] == [0, 5] and book.idle(1) == 4
     for _ in range(5):
         book.use(low[:1])
     book.lease(low)
     book.release(low)
-    assert book.by_age(rank=0) == [key(2)] and book.in_order(rank=5) == [*high[::-1], low[0]]
+    assert book.by_age(count=0) == [key(2)] and book.in_order(count=5) == [*high[::-1], low[0]]
     assert [book.youngest(1)] == book.history(low[:1])[2]
 
 

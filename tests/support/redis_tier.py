@@ -10,7 +10,7 @@ from kvtier.errors import KvtierError
 from kvtier.tiers.redis.location import make
 from kvtier.tiers.redis.redis import Redis
 from tests.support.daemon import until
-from tests.support.tiers import Yard
+from tests.support.tiers import Samples
 
 
 @contextmanager
@@ -23,30 +23,30 @@ def opened(url: str, **options: Any) -> Iterator[Redis]:
         tier.close()
 
 
-def works(tier: Redis, yard: Yard, n: int) -> bool:
+def works(tier: Redis, samples: Samples, n: int) -> bool:
     """Whether a block can be put and read; each is a new one."""
     try:
-        return yard.put(tier, [n])[0] and yard.get(tier, n) is not None
+        return samples.put(tier, [n])[0] and samples.get(tier, n) is not None
     except KvtierError:
         return False
 
 
-def works_again(tier: Redis, yard: Yard, start: int = 10_000) -> None:
+def works_again(tier: Redis, samples: Samples, start: int = 10_000) -> None:
     numbers = iter(range(start, start + 100_000))
-    until(lambda: works(tier, yard, next(numbers)), "it works again")
+    until(lambda: works(tier, samples, next(numbers)), "it works again")
 
 
-def name(yard: Yard, n: int) -> bytes:
-    return b"kvtier:1:" + yard.key(n).hex().encode()
+def name(samples: Samples, n: int) -> bytes:
+    return b"kvtier:1:" + samples.key(n).hex().encode()
 
 
-def known(tier: Redis, yard: Yard, *numbers: int) -> list[int]:
+def known(tier: Redis, samples: Samples, *numbers: int) -> list[int]:
     """Those that the tier says it has, once it is sure of all."""
-    keys = yard.keys(numbers)
+    keys = samples.keys(numbers)
 
     def sure() -> bool:
         tier.find(keys)
         return not any(tier.unsure(keys))
 
     until(sure, "it is sure")
-    return yard.known(tier, numbers)
+    return samples.known(tier, numbers)

@@ -29,22 +29,22 @@ def memory(nbytes: int) -> memoryview:
     return memoryview(mmap.mmap(-1, nbytes))
 
 
-class Town:
+class Registry:
     """A registry of namespaces, as a daemon has one."""
 
     def __init__(self) -> None:
         self.namespaces = Namespaces(set, lambda namespace: 0)
         self.register = self.namespaces.register
 
-    def yard(self, nbytes: int = 1024, tenant: str = "t", **fields: Any) -> Yard:
-        return Yard(self, description(nbytes, **fields), tenant)
+    def samples(self, nbytes: int = 1024, tenant: str = "t", **fields: Any) -> Samples:
+        return Samples(self, description(nbytes, **fields), tenant)
 
 
-class Yard:
+class Samples:
     """The numbered blocks of one namespace."""
 
-    def __init__(self, town: Town, wanted: Description, tenant: str) -> None:
-        self.namespace = town.register(wanted.canonical, tenant)
+    def __init__(self, registry: Registry, wanted: Description, tenant: str) -> None:
+        self.namespace = registry.register(wanted.canonical, tenant)
         self.resolved = wanted.layout.resolve(Range())
         self.extents = wanted.layout.extents()
         self.nbytes, self.slot_bytes = self.extents.block_bytes, self.extents.slot_bytes
@@ -91,10 +91,10 @@ class Yard:
         return [n for n in numbers if self.get(tier, n) is not None]
 
 
-def fault_of(tier: Tier, yard: Yard, n: int) -> type[KvtierError | OSError] | None:
+def fault_of(tier: Tier, samples: Samples, n: int) -> type[KvtierError | OSError] | None:
     """What a read of block n raises; None if it is whole."""
     try:
-        tier.read(yard.key(n), memory(yard.slot_bytes), yard.nbytes)
+        tier.read(samples.key(n), memory(samples.slot_bytes), samples.nbytes)
     except ABSENT as error:
         return type(error)
     return None
@@ -113,8 +113,8 @@ class Shop:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.disk = Failing()
-        self.town = Town()
-        self.yard = self.town.yard()
+        self.registry = Registry()
+        self.samples = self.registry.samples()
         self.tier: Ssd = None  # type: ignore[assignment]
 
     def __enter__(self) -> Shop:
@@ -139,9 +139,9 @@ class Shop:
         """A tier on this directory, in place of the one before."""
         if self.tier is not None:
             self.tier.close()
-        self.town = Town()
-        self.yard = self.town.yard()
-        self.tier = Ssd(self.path, capacity, self.town.register, disk=self.disk, **options)  # type: ignore[arg-type]
+        self.registry = Registry()
+        self.samples = self.registry.samples()
+        self.tier = Ssd(self.path, capacity, self.registry.register, disk=self.disk, **options)  # type: ignore[arg-type]
         return self.tier
 
     def data(self) -> bytearray:
@@ -159,7 +159,7 @@ class Shop:
 
     def place(self, n: int) -> int:
         """Where block n stands in the data file."""
-        found = self.data().find(self.yard.block(n))
+        found = self.data().find(self.samples.block(n))
         assert found >= 0
         return found
 

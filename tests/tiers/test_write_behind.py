@@ -28,7 +28,7 @@ def test_sealed_blocks_are_settled_and_outlive_the_arena(works: Works) -> None:
 
 def test_settling_takes_the_checksum_once(works: Works) -> None:
     works.settle(1)
-    (row,) = works.store.hold(account := works.store.mover("t"), works.one.keys([1]), MiB).values()
+    (row,) = works.store.hold(account := works.store.account_for_moves("t"), works.one.keys([1]), MiB).values()
     assert works.store.checksums([row]) != [0]
     works.store.let_go(account, [row])
 

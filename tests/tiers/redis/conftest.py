@@ -9,7 +9,7 @@ import pytest
 from kvtier.tiers.redis.location import make
 from kvtier.tiers.redis.redis import Redis
 from tests.support.redis_servers import Server
-from tests.support.tiers import Town, Yard
+from tests.support.tiers import Registry, Samples
 
 KiB = 1024
 
@@ -29,5 +29,5 @@ def tier(server: Server) -> Iterator[Redis]:
 
 
 @pytest.fixture
-def yard() -> Yard:
-    return Town().yard(8 * KiB)
+def samples() -> Samples:
+    return Registry().samples(8 * KiB)

@@ -19,7 +19,7 @@ from kvtier.tiers.redis.redis import Redis
 from tests.support.daemon import PATIENCE, MiB, until
 from tests.support.redis_servers import Proxy, Server, cluster, move_slot, needs_redis, sentinels
 from tests.support.redis_tier import opened, works, works_again
-from tests.support.tiers import Town, Yard
+from tests.support.tiers import Registry, Samples
 
 pytestmark = needs_redis
 KiB = 1024
@@ -31,7 +31,7 @@ ENCODED = "p%40ss%3A%2F%23%2525%20w"
 
 
 def test_kvb_17d_an_odd_password_by_url_and_by_file(
-    tmp_path: Path, yard: Yard, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, samples: Samples, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "password"
     file.write_text(f"{ODD}\n")
@@ -44,7 +44,7 @@ def test_kvb_17d_an_odd_password_by_url_and_by_file(
             (server.tcp, {"password": ODD}),
         ]:
             with opened(url, **options) as tier:
-                assert works(tier, yard, 1)
+                assert works(tier, samples, 1)
         for options in ({}, {"password": "wrong"}, {"password": "wr:ong", "user": "nobody"}):
             with pytest.raises(Invalid, match="user and password") as error:
                 Redis(make(server.tcp, options))
@@ -53,7 +53,7 @@ def test_kvb_17d_an_odd_password_by_url_and_by_file(
     assert ODD not in said and ENCODED not in said and "wrong" not in said
 
 
-def test_kvb_17d_tls_with_the_right_and_with_the_wrong_authority(tmp_path: Path, yard: Yard) -> None:
+def test_kvb_17d_tls_with_the_right_and_with_the_wrong_authority(tmp_path: Path, samples: Samples) -> None:
     right, wrong = Authority(tmp_path), Authority(tmp_path, "other")
     cert, key = right.issue("server")
     mine, my_key = right.issue("client")
@@ -62,8 +62,8 @@ def test_kvb_17d_tls_with_the_right_and_with_the_wrong_authority(tmp_path: Path,
     with Server(tls=[*files, "--tls-auth-clients", "no"], password=ODD) as server:
         url = f"rediss://:{ENCODED}@127.0.0.1:{server.port}"
         with opened(url, ca=right.ca) as tier:
-            assert works(tier, yard, 1)
-            big = Town().yard(MiB)
+            assert works(tier, samples, 1)
+            big = Registry().samples(MiB)
             assert big.put(tier, range(6)) == [True] * 6 and big.whole(tier, range(6)) == list(range(6))
         for ca in (wrong.ca, None):
             with pytest.raises(Invalid, match="certificate"):
@@ -72,7 +72,7 @@ def test_kvb_17d_tls_with_the_right_and_with_the_wrong_authority(tmp_path: Path,
             assert tier.gauges()["breaker"] != 0 and tier.fault()
     with Server(tls=[*files, "--tls-auth-clients", "yes"]) as server:
         with opened(f"rediss://127.0.0.1:{server.port}", ca=right.ca, cert=mine, key=my_key) as tier:
-            assert works(tier, yard, 1)
+            assert works(tier, samples, 1)
         try:
             with opened(f"rediss://127.0.0.1:{server.port}", ca=right.ca) as tier:
                 assert tier.gauges()["breaker"] != 0, "the server closed before it said why"
@@ -100,10 +100,10 @@ def test_kvb_17d_tls_with_the_right_and_with_the_wrong_authority(tmp_path: Path,
 # --- KVB-17 e: stopped, hanging, cut off
 
 
-def test_a_connection_that_died_while_idle_is_not_a_fault(yard: Yard) -> None:
+def test_a_connection_that_died_while_idle_is_not_a_fault(samples: Samples) -> None:
     with Server() as server, Proxy(server.address) as proxy, opened(proxy.url) as tier:
         for n in range(10):
-            assert works(tier, yard, n)
+            assert works(tier, samples, n)
             proxy.drop()
         assert tier.gauges()["breaker_opened_total"] == 0 and tier.gauges()["write_faults_total"] == 0
 
@@ -111,48 +111,48 @@ def test_a_connection_that_died_while_idle_is_not_a_fault(yard: Yard) -> None:
 # --- KVB-17 a: failover
 
 
-def test_kvb_17a_two_servers_behind_one_name_change_places(yard: Yard) -> None:
+def test_kvb_17a_two_servers_behind_one_name_change_places(samples: Samples) -> None:
     with Server() as first, Server() as second, Proxy(first.address) as proxy:
         second.tell("REPLICAOF", *first.address)
         until(lambda: second.tell("INFO", "replication")["master_link_status"] == "up", "it replicates")
         with opened(proxy.url) as tier:
             with ThreadPoolExecutor(6) as pool:
-                assert all(pool.map(lambda n: works(tier, yard, n), range(30)))  # a warm pool
+                assert all(pool.map(lambda n: works(tier, samples, n), range(30)))  # a warm pool
             until(lambda: second.tell("DBSIZE") == 30, "the replica has them")
             second.tell("REPLICAOF", "NO", "ONE")
             first.tell("REPLICAOF", *second.address)
             proxy.target = second.address
-            works_again(tier, yard)
+            works_again(tier, samples)
             assert tier.gauges()["degraded"] == 0
-            assert yard.whole(tier, range(30)) == list(range(30))
+            assert samples.whole(tier, range(30)) == list(range(30))
 
 
-def test_kvb_17a_a_replica_without_a_primary_is_said_to_be_one(yard: Yard) -> None:
+def test_kvb_17a_a_replica_without_a_primary_is_said_to_be_one(samples: Samples) -> None:
     with Server() as server, opened(server.url) as tier:
-        assert works(tier, yard, 1)
+        assert works(tier, samples, 1)
         server.tell("REPLICAOF", "127.0.0.1", 1)
         server.tell("CONFIG", "SET", "replica-serve-stale-data", "yes")
-        assert not works(tier, yard, 2)
+        assert not works(tier, samples, 2)
         assert "replica" in tier.fault() and tier.gauges()["degraded"] == 1 and tier.gauges()["breaker"] == 0
-        assert yard.whole(tier, [1]) == [1], "reads go on"
+        assert samples.whole(tier, [1]) == [1], "reads go on"
         server.tell("REPLICAOF", "NO", "ONE")
-        works_again(tier, yard)
+        works_again(tier, samples)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(180)
-def test_kvb_17a_sentinels_promote_the_replica(yard: Yard) -> None:
+def test_kvb_17a_sentinels_promote_the_replica(samples: Samples) -> None:
     with Server() as first, Server() as second:
         second.tell("REPLICAOF", *first.address)
         until(lambda: second.tell("INFO", "replication")["master_link_status"] == "up", "it replicates")
         with sentinels(first, "blocks") as watchers:
             url = "redis://" + ",".join(f"{host}:{port}" for host, port in watchers)
             with opened(url, sentinel="blocks") as tier:
-                assert works(tier, yard, 1)
+                assert works(tier, samples, 1)
                 until(lambda: second.tell("DBSIZE") == 1, "the replica has it")
                 first.kill()
-                works_again(tier, yard)
-                assert yard.whole(tier, [1]) == [1]
+                works_again(tier, samples)
+                assert samples.whole(tier, [1]) == [1]
                 assert second.tell("DBSIZE") >= 2
             with opened(url, sentinel="others") as tier:
                 assert "no Sentinel knows" in tier.fault()
@@ -163,12 +163,12 @@ def test_kvb_17a_sentinels_promote_the_replica(yard: Yard) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(180)
-def test_kvb_17b_a_slot_that_moves_during_a_batch_loses_nothing(yard: Yard) -> None:
+def test_kvb_17b_a_slot_that_moves_during_a_batch_loses_nothing(samples: Samples) -> None:
     with (
         cluster() as servers,
         opened(f"redis://127.0.0.1:{servers[0].port},127.0.0.1:{servers[1].port}", cluster=True) as tier,
     ):
-        assert all(yard.put(tier, range(64)))
+        assert all(samples.put(tier, range(64)))
         assert sum(len(server.names()) for server in servers) == 64 and all(server.names() for server in servers)
         slots = sorted({servers[0].tell("CLUSTER", "KEYSLOT", name) for server in servers for name in server.names()})
         stop, halfway, rounds = threading.Event(), threading.Event(), []
@@ -177,9 +177,9 @@ def test_kvb_17b_a_slot_that_moves_during_a_batch_loses_nothing(yard: Yard) -> N
             while not stop.is_set():
                 with ThreadPoolExecutor(4) as pool:
                     assert (
-                        list(pool.map(lambda n: yard.get(tier, n) is not None, range(64))) == [True] * 64
+                        list(pool.map(lambda n: samples.get(tier, n) is not None, range(64))) == [True] * 64
                     )  # compares every byte, order kept
-                assert tier._calls.exist(yard.keys(range(64))) == [True] * 64
+                assert tier._calls.exist(samples.keys(range(64))) == [True] * 64
                 rounds.append(1)
 
         def move() -> None:
@@ -196,8 +196,8 @@ def test_kvb_17b_a_slot_that_moves_during_a_batch_loses_nothing(yard: Yard) -> N
             until(lambda: len(rounds) >= seen + 2 or reading.done(), "batches afterwards")
             stop.set()
             reading.result(PATIENCE)
-        assert all(yard.put(tier, range(64, 128))) and yard.whole(tier, range(128)) == list(range(128))
-        assert tier.delete(yard.keys(range(128))) == 128
+        assert all(samples.put(tier, range(64, 128))) and samples.whole(tier, range(128)) == list(range(128))
+        assert tier.delete(samples.keys(range(128))) == 128
         until(lambda: not any(server.names() for server in servers), "all are forgotten")
         said = tier.gauges()
         assert (said["missed_blocks_total"], said["lost_blocks_total"], said["breaker_opened_total"]) == (0, 0, 0)
@@ -211,26 +211,26 @@ def _serves(server: Server, slot: int) -> bool:
 
 @pytest.mark.long
 @pytest.mark.timeout(180)
-def test_a_cluster_whose_node_is_lost_and_comes_back(yard: Yard) -> None:
+def test_a_cluster_whose_node_is_lost_and_comes_back(samples: Samples) -> None:
     with cluster() as servers, opened(f"redis://127.0.0.1:{servers[0].port}", cluster=True) as tier:
-        assert all(yard.put(tier, range(64)))
+        assert all(samples.put(tier, range(64)))
         tier.look()
         assert tier.gauges()["blocks"] == 64, "of all nodes"
-        tier.drop(yard.namespace)
+        tier.drop(samples.namespace)
         until(lambda: not any(server.names() for server in servers), "a drop goes through all nodes")
         until(lambda: not tier._upkeep.dropping, "the drop ends")
         servers[2].kill()
-        until(lambda: not works(tier, yard, 200) and tier.gauges()["degraded"] == 1, "it is noticed")
+        until(lambda: not works(tier, samples, 200) and tier.gauges()["degraded"] == 1, "it is noticed")
         assert servers[2].start()
-        works_again(tier, yard)
+        works_again(tier, samples)
 
 
-def test_a_server_that_is_no_cluster_is_named(yard: Yard) -> None:
+def test_a_server_that_is_no_cluster_is_named(samples: Samples) -> None:
     with Server() as server, pytest.raises(Invalid, match="cluster support disabled"):
         Redis(make(server.tcp, {"cluster": True}))
 
 
 @pytest.mark.long
-def test_one_node_of_a_cluster_taken_for_a_single_server_is_named(yard: Yard) -> None:
+def test_one_node_of_a_cluster_taken_for_a_single_server_is_named(samples: Samples) -> None:
     with cluster() as servers, pytest.raises(Invalid, match="cluster = true"):
         Redis(make(servers[0].tcp))

@@ -11,15 +11,15 @@ from kvtier.tiers.redis.redis import Redis
 from tests.support.daemon import until
 from tests.support.redis_servers import Server, needs_redis
 from tests.support.redis_tier import opened, works_again
-from tests.support.tiers import Town, Yard, fault_of
+from tests.support.tiers import Registry, Samples, fault_of
 
 pytestmark = needs_redis
 KiB = 1024
 
 
 def test_a_dropped_namespace_goes_from_redis_and_others_stay(tier: Redis, server: Server) -> None:
-    town = Town()
-    one, two = town.yard(8 * KiB), town.yard(8 * KiB, tenant="other")
+    registry = Registry()
+    one, two = registry.samples(8 * KiB), registry.samples(8 * KiB, tenant="other")
     for first in range(0, 1200, 300):
         one.put(tier, range(first, first + 300))
     two.put(tier, range(5))
@@ -28,7 +28,7 @@ def test_a_dropped_namespace_goes_from_redis_and_others_stay(tier: Redis, server
     one.namespace.dropped = True
     assert tier.drop(one.namespace) == 1200
     assert one.known(tier, range(3)) == []
-    again = Town().yard(8 * KiB)
+    again = Registry().samples(8 * KiB)
     assert again.put(tier, [1]) in ([False], [True]), "refused until the old ones are gone"
     until(lambda: len(server.names()) <= 8, "they are gone")
     assert two.whole(tier, range(5)) == list(range(5))
@@ -37,27 +37,29 @@ def test_a_dropped_namespace_goes_from_redis_and_others_stay(tier: Redis, server
     assert again.whole(tier, [2]) == [2]
 
 
-def test_a_namespace_that_was_crowded_out_here_stays_for_others(tier: Redis, server: Server, yard: Yard) -> None:
-    yard.put(tier, range(3))
-    yard.namespace.crowded = yard.namespace.dropped = True
-    assert tier.drop(yard.namespace) == 3
+def test_a_namespace_that_was_crowded_out_here_stays_for_others(tier: Redis, server: Server, samples: Samples) -> None:
+    samples.put(tier, range(3))
+    samples.namespace.crowded = samples.namespace.dropped = True
+    assert tier.drop(samples.namespace) == 3
     time.sleep(0.3)
     assert len(server.names()) == 3
 
 
-def test_kvb_17e_a_redis_that_is_not_there_is_waited_for(yard: Yard) -> None:
+def test_kvb_17e_a_redis_that_is_not_there_is_waited_for(samples: Samples) -> None:
     with Server() as server:
         server.kill()
         with opened(server.tcp) as tier:
             assert tier.gauges()["breaker"] != 0 and tier.gauges()["degraded"] == 1 and tier.fault()
-            assert yard.known(tier, [1]) == [] and tier.unsure(yard.keys([1])) == [False]
+            assert samples.known(tier, [1]) == [] and tier.unsure(samples.keys([1])) == [False]
             with pytest.raises(Unavailable):
-                yard.put(tier, [1])
+                samples.put(tier, [1])
             assert server.start()
-            works_again(tier, yard)
+            works_again(tier, samples)
             assert tier.gauges()["degraded"] == 0 and tier.fault() == ""
             server.kill()
-            until(lambda: fault_of(tier, yard, 1) is Unavailable and tier.gauges()["breaker"] != 0, "the breaker opens")
-            assert yard.known(tier, [10_000]) == [], "what was known is no use now"
+            until(
+                lambda: fault_of(tier, samples, 1) is Unavailable and tier.gauges()["breaker"] != 0, "the breaker opens"
+            )
+            assert samples.known(tier, [10_000]) == [], "what was known is no use now"
             assert server.start()
-            works_again(tier, yard, 20_000)
+            works_again(tier, samples, 20_000)

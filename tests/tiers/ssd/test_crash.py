@@ -21,7 +21,7 @@ import pytest
 from kvtier.tiers.ssd import index, inspection
 from kvtier.tiers.ssd.ssd import Ssd
 from tests.support.disks import Op, Recording, after_kill, after_power_cut
-from tests.support.tiers import Town, Yard
+from tests.support.tiers import Registry, Samples
 
 KiB, MiB = 1024, 1 << 20
 CAPACITY = 4 * MiB
@@ -36,28 +36,28 @@ def shelf() -> Iterator[Path]:
         yield Path(name)
 
 
-def yards(town: Town) -> list[Yard]:
-    return [town.yard(60 * KiB), town.yard(200 * KiB, model="org/large")]
+def yards(registry: Registry) -> list[Samples]:
+    return [registry.samples(60 * KiB), registry.samples(200 * KiB, model="org/large")]
 
 
 def live(path: Path, sync: bool, rounds: int, monkeypatch: pytest.MonkeyPatch) -> list[Op]:
     """A life of a tier with everything that changes its disk, and what was known after each call, as events."""
     monkeypatch.setattr(index, "CHECKPOINT_BYTES", 2048)
-    chance, disk, town = random.Random(5), Recording(), Town()
-    small, large = yards(town)
+    chance, disk, registry = random.Random(5), Recording(), Registry()
+    small, large = yards(registry)
     for reopened in range(2):
-        tier = Ssd(path, CAPACITY, town.register, sync=sync, disk=disk)
+        tier = Ssd(path, CAPACITY, registry.register, sync=sync, disk=disk)
         try:
             for _ in range(rounds):
                 what = chance.random()
-                yard, numbers = (small, NUMBERS) if what < 0.8 else (large, range(20))
+                samples, numbers = (small, NUMBERS) if what < 0.8 else (large, range(20))
                 some = chance.sample(numbers, 4)
                 if what < 0.65 or what >= 0.8:
-                    yard.put(tier, some)
+                    samples.put(tier, some)
                 elif what < 0.75:
-                    tier.delete(yard.keys(some))
+                    tier.delete(samples.keys(some))
                 else:
-                    yard.whole(tier, some)
+                    samples.whole(tier, some)
                 disk.note(known(tier, small, large))
             if reopened == 0:
                 assert tier.gauges()["checkpoints_total"] >= 1
@@ -67,7 +67,7 @@ def live(path: Path, sync: bool, rounds: int, monkeypatch: pytest.MonkeyPatch) -
     return disk.ops
 
 
-def known(tier: Ssd, small: Yard, large: Yard) -> frozenset[tuple[str, int]]:
+def known(tier: Ssd, small: Samples, large: Samples) -> frozenset[tuple[str, int]]:
     return frozenset(
         {("small", n) for n in small.known(tier, NUMBERS)} | {("large", n) for n in large.known(tier, range(20))}
     )
@@ -83,9 +83,9 @@ def spread(path: Path, files: dict[str, bytes]) -> None:
 def recovered(path: Path, sync: bool) -> tuple[set[tuple[str, int]], set[tuple[str, int]]]:
     """(known, whole) blocks of a tier that opens this directory. Fails for a wrong byte or books that do not agree with
     the disk."""
-    town = Town()
-    small, large = yards(town)
-    tier = Ssd(path, CAPACITY, town.register, sync=sync)
+    registry = Registry()
+    small, large = yards(registry)
+    tier = Ssd(path, CAPACITY, registry.register, sync=sync)
     try:
         before = set(known(tier, small, large))
         whole = {("small", n) for n in small.whole(tier, NUMBERS)} | {
@@ -94,8 +94,12 @@ def recovered(path: Path, sync: bool) -> tuple[set[tuple[str, int]], set[tuple[s
         assert whole <= before
         assert set(known(tier, small, large)) == whole, "what failed is forgotten"
         tier.check_integrity()
-        for yard in (small, large):  # it goes on
-            assert all(yard.put(tier, range(1000, 1003))) and yard.whole(tier, range(1000, 1003)) == [1000, 1001, 1002]
+        for samples in (small, large):  # it goes on
+            assert all(samples.put(tier, range(1000, 1003))) and samples.whole(tier, range(1000, 1003)) == [
+                1000,
+                1001,
+                1002,
+            ]
         tier.check_integrity()
     finally:
         tier.close()

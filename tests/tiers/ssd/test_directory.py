@@ -13,11 +13,11 @@ from kvtier.errors import Full, Invalid, Unavailable
 from kvtier.tiers.ssd.ssd import MIN_CAPACITY, Ssd
 from tests.support.daemon import KiB
 from tests.support.disks import Failing
-from tests.support.tiers import Shop, Town
+from tests.support.tiers import Registry, Shop
 
 
 def test_a_directory_holds_five_kinds_of_files_for_nobody_else_to_read(shop: Shop) -> None:
-    shop.yard.put(shop.tier, [1])
+    shop.samples.put(shop.tier, [1])
     assert sorted(path.name for path in shop.path.iterdir()) == ["blocks", "format.json", "journal.00000001", "lock"]
     assert shop.path.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in shop.path.iterdir()} == {0o600}
@@ -27,10 +27,10 @@ def test_a_directory_holds_five_kinds_of_files_for_nobody_else_to_read(shop: Sho
 
 def test_one_owner_at_a_time(shop: Shop) -> None:
     with pytest.raises(Unavailable, match=rf"belongs to another daemon \(process {os.getpid()}\): stop it"):
-        Ssd(shop.path, MIN_CAPACITY, shop.town.register)
-    shop.yard.put(shop.tier, [1])
+        Ssd(shop.path, MIN_CAPACITY, shop.registry.register)
+    shop.samples.put(shop.tier, [1])
     shop.open()
-    assert shop.yard.whole(shop.tier, [1]) == [1]
+    assert shop.samples.whole(shop.tier, [1]) == [1]
 
 
 def test_a_refused_start_gives_everything_back(shop: Shop, tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_a_refused_start_gives_everything_back(shop: Shop, tmp_path: Path) -> No
         (other / "notes.txt", MIN_CAPACITY),
     ):
         with pytest.raises(Invalid):
-            Ssd(path, capacity, shop.town.register)
+            Ssd(path, capacity, shop.registry.register)
     assert os.listdir("/proc/self/fd") == descriptors
     assert sorted(path.name for path in other.iterdir()) in (["notes.txt"], ["lock", "notes.txt"])
 
@@ -54,7 +54,7 @@ def test_a_start_that_was_cut_off_does_not_bar_the_next(tmp_path: Path) -> None:
     (tmp_path / "lock").write_text("12345")
     (tmp_path / "format.json.tmp").write_text('{"kvt')
     (tmp_path / "lost+found").mkdir()
-    tier = Ssd(tmp_path, MIN_CAPACITY, Town().register)
+    tier = Ssd(tmp_path, MIN_CAPACITY, Registry().register)
     tier.close()
     assert not (tmp_path / "format.json.tmp").exists()
 
@@ -77,7 +77,7 @@ def test_a_start_that_was_cut_off_does_not_bar_the_next(tmp_path: Path) -> None:
 def test_another_format_is_refused(text: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "format.json").write_text(text)
     with pytest.raises(Invalid, match=words):
-        Ssd(tmp_path, MIN_CAPACITY, Town().register)
+        Ssd(tmp_path, MIN_CAPACITY, Registry().register)
 
 
 def test_a_disk_that_has_run_out_is_told_from_a_wrong_path(tmp_path: Path) -> None:
@@ -91,4 +91,4 @@ def test_a_disk_that_has_run_out_is_told_from_a_wrong_path(tmp_path: Path) -> No
     ):
         disk.fail("open", code)
         with pytest.raises(kind, match="cannot use"):
-            Ssd(tmp_path / "ssd", MIN_CAPACITY, Town().register, disk=disk)
+            Ssd(tmp_path / "ssd", MIN_CAPACITY, Registry().register, disk=disk)

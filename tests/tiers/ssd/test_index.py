@@ -12,34 +12,34 @@ from kvtier.errors import Invalid
 from kvtier.tiers.ssd import index
 from kvtier.tiers.ssd.ssd import MIN_CAPACITY, Ssd
 from tests.support.daemon import KiB, MiB, until
-from tests.support.tiers import Shop, Town, checkpoints, degraded
+from tests.support.tiers import Registry, Shop, checkpoints, degraded
 
 
 def test_the_index_is_shortened_and_says_the_same(shop: Shop) -> None:
     for round_ in range(6):
         for first in range(0, 640, 16):
-            shop.yard.put(shop.tier, range(first, first + 16))
-        shop.tier.delete(shop.yard.keys(range(round_, 640, 7)))
+            shop.samples.put(shop.tier, range(first, first + 16))
+        shop.tier.delete(shop.samples.keys(range(round_, 640, 7)))
     until(lambda: checkpoints(shop.tier) >= 2, "checkpoints are written")
-    known = shop.yard.known(shop.tier, range(640))
+    known = shop.samples.known(shop.tier, range(640))
     assert shop.tier.gauges()["index_bytes"] < 192 * KiB
     shop.open()
-    assert shop.yard.known(shop.tier, range(640)) == known == shop.yard.whole(shop.tier, range(640))
+    assert shop.samples.known(shop.tier, range(640)) == known == shop.samples.whole(shop.tier, range(640))
 
 
 def test_a_namespace_left_out_of_a_checkpoint_is_told_again(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its number stands in journals that are gone: blocks put under it later would have no description."""
     monkeypatch.setattr(index, "CHECKPOINT_BYTES", 1)
-    other = shop.town.yard(model="org/other")
+    other = shop.registry.samples(model="org/other")
     other.put(shop.tier, [1])
     shop.tier.delete(other.keys([1]))
     before = checkpoints(shop.tier)
     for first in range(0, 640, 32):
-        shop.yard.put(shop.tier, range(first, first + 32))
+        shop.samples.put(shop.tier, range(first, first + 32))
     until(lambda: checkpoints(shop.tier) > before, "a checkpoint without the other namespace")
     assert other.put(shop.tier, [2]) == [True]
     shop.open()
-    assert shop.town.yard(model="org/other").whole(shop.tier, [1, 2]) == [2]
+    assert shop.registry.samples(model="org/other").whole(shop.tier, [1, 2]) == [2]
 
 
 def test_a_checkpoint_that_cannot_be_written_is_said_once_and_tried_again(
@@ -49,7 +49,7 @@ def test_a_checkpoint_that_cannot_be_written_is_said_once_and_tried_again(
     shop.disk.fail("open", errno.EACCES)
     said = []
     for first in range(0, 700, 4):
-        said.append(all(shop.yard.put(shop.tier, range(first, first + 4))))
+        said.append(all(shop.samples.put(shop.tier, range(first, first + 4))))
     assert all(said), "blocks are written all the while"
     until(lambda: degraded(shop.tier), "a checkpoint is due and fails")
     assert lines() == ["tier degraded"]
@@ -62,18 +62,18 @@ def test_a_checkpoint_that_cannot_be_written_is_said_once_and_tried_again(
 def test_an_index_without_room_refuses_and_does_not_break(shop: Shop) -> None:
     """Descriptions have their part of the index. Beyond it a namespace's blocks are refused, until another's
     description is not needed any more."""
-    large = [shop.town.yard(model=f"org/{i}", backend="b" * 200, physical="p" * 200) for i in range(60)]
-    answers = [yard.put(shop.tier, [1])[0] for yard in large]
+    large = [shop.registry.samples(model=f"org/{i}", backend="b" * 200, physical="p" * 200) for i in range(60)]
+    answers = [samples.put(shop.tier, [1])[0] for samples in large]
     assert answers[0] and not answers[-1]
     refused = shop.tier.gauges()["refused_blocks_total"]
     assert refused >= answers.count(False)
     assert not degraded(shop.tier), "nothing is wrong with the disk"
     assert shop.used() <= MIN_CAPACITY
-    for yard in large[:40]:
-        shop.tier.drop(yard.namespace)
+    for samples in large[:40]:
+        shop.tier.drop(samples.namespace)
     until(lambda: large[-1].put(shop.tier, [1])[0], "a checkpoint leaves the dropped ones out")
     shop.open()
-    again = shop.town.yard(model="org/59", backend="b" * 200, physical="p" * 200)
+    again = shop.registry.samples(model="org/59", backend="b" * 200, physical="p" * 200)
     assert again.whole(shop.tier, [1]) == [1]
 
 
@@ -81,48 +81,48 @@ def test_a_smaller_capacity_shortens_the_index_too(tmp_path: Path) -> None:
     shop = Shop(tmp_path / "ssd")
     shop.open(32 * MiB)
     for first in range(0, 7000, 32):
-        shop.yard.put(shop.tier, range(first, first + 32))
+        shop.samples.put(shop.tier, range(first, first + 32))
     until(lambda: checkpoints(shop.tier), "a checkpoint of all these")
     shop.open(6 * MiB)
     assert shop.used() <= 6 * MiB
     shop.tier.check_integrity()
-    assert shop.yard.put(shop.tier, [9999]) == [True]
-    assert len(shop.yard.known(shop.tier, range(7000))) > 900
+    assert shop.samples.put(shop.tier, [9999]) == [True]
+    assert len(shop.samples.known(shop.tier, range(7000))) > 900
     shop.tier.close()
 
 
 def test_a_namespace_of_a_newer_version_is_left_alone(shop: Shop, lines: Callable[[], list[str]]) -> None:
-    other = shop.town.yard(model="org/other")
-    shop.yard.put(shop.tier, [1])
+    other = shop.registry.samples(model="org/other")
+    shop.samples.put(shop.tier, [1])
     other.put(shop.tier, range(2, 12))
     shop.tier.close()
-    town = Town()
+    registry = Registry()
 
     def register(raw: bytes, tenant: str) -> object:
         if b"org/other" in raw:
             raise Invalid("format 99")
-        return town.namespaces.register(raw, tenant)
+        return registry.namespaces.register(raw, tenant)
 
     shop.tier = Ssd(shop.path, MIN_CAPACITY, register, disk=shop.disk)  # type: ignore[arg-type]
     assert lines() == ["ssd namespace not understood"]
     assert shop.tier.gauges()["blocks"] == 1
-    third = town.yard(model="org/third")
+    third = registry.samples(model="org/third")
     assert third.put(shop.tier, [3]) == [True]
     shop.open()
-    assert shop.yard.whole(shop.tier, [1]) == [1]
-    assert shop.town.yard(model="org/third").whole(shop.tier, [3]) == [3]
-    again = shop.town.yard(model="org/other")
+    assert shop.samples.whole(shop.tier, [1]) == [1]
+    assert shop.registry.samples(model="org/third").whole(shop.tier, [3]) == [3]
+    again = shop.registry.samples(model="org/other")
     assert len(again.whole(shop.tier, range(2, 12))) == 9, (
         "its number was not used for another, and one slot was free to be used"
     )
 
 
 def test_namespaces_without_blocks_are_not_registered(shop: Shop) -> None:
-    other = shop.town.yard(model="org/other")
-    shop.yard.put(shop.tier, [1])
+    other = shop.registry.samples(model="org/other")
+    shop.samples.put(shop.tier, [1])
     other.put(shop.tier, [2])
     shop.tier.drop(other.namespace)
     shop.tier.close()
-    town = Town()
-    shop.tier = Ssd(shop.path, MIN_CAPACITY, town.register, disk=shop.disk)
-    assert [namespace.description.model for namespace in town.namespaces.all()] == ["org/m"]
+    registry = Registry()
+    shop.tier = Ssd(shop.path, MIN_CAPACITY, registry.register, disk=shop.disk)
+    assert [namespace.description.model for namespace in registry.namespaces.all()] == ["org/m"]

@@ -22,7 +22,7 @@ def shop(tmp_path: Path) -> Shop:
     """A closed directory with 20 blocks."""
     made = Shop(tmp_path / "ssd")
     made.open(MIN_CAPACITY)
-    made.yard.put(made.tier, range(20))
+    made.samples.put(made.tier, range(20))
     made.tier.close()
     return made
 
@@ -37,7 +37,7 @@ def test_a_directory_as_a_daemon_leaves_it_is_clean(shop: Shop) -> None:
     assert done.returncode == 0
     said = json.loads(done.stdout)
     assert (said["blocks"], said["whole"], said["namespaces"], said["found"], said["clean"]) == (20, 20, 1, 0, True)
-    assert said["nbytes"] == 20 * shop.yard.nbytes and said["data_bytes"] == 480 * 1024
+    assert said["nbytes"] == 20 * shop.samples.nbytes and said["data_bytes"] == 480 * 1024
     assert run(shop.path).stdout.startswith("20 of 20 blocks whole (25.0 KiB) in 1 namespaces")
 
 
@@ -94,7 +94,7 @@ def test_each_damage_is_found_and_repaired(name: str, shop: Shop) -> None:
     assert report.blocks == report.whole == whole
     shop.tier = None  # type: ignore[assignment]
     shop.open()
-    assert len(shop.yard.whole(shop.tier, range(20))) == whole
+    assert len(shop.samples.whole(shop.tier, range(20))) == whole
     shop.tier.close()
 
 
@@ -108,7 +108,7 @@ def test_a_key_that_does_not_follow_from_the_header_is_found(shop: Shop) -> None
     from kvtier.tiers.ssd.disk import Disk
     from kvtier.tiers.ssd.journal import Journal
 
-    block = bytearray(shop.yard.block(3))
+    block = bytearray(shop.samples.block(3))
     place = shop.place(3)
     block[32:64] = b"k" * 32
     data = shop.data()

@@ -16,27 +16,27 @@ from kvtier.tiers.ssd import ssd
 from kvtier.tiers.ssd.ssd import MIN_CAPACITY, Ssd
 from tests.support.daemon import PATIENCE, KiB, MiB, until
 from tests.support.disks import READ_ONLY, Failing
-from tests.support.tiers import Shop, Town, Yard, checkpoints, degraded, fault_of
+from tests.support.tiers import Registry, Samples, Shop, checkpoints, degraded, fault_of
 
 # --- restarts
 
 
 def test_blocks_and_their_order_outlive_the_tier(shop: Shop) -> None:
-    shop.yard.put(shop.tier, range(100))
-    shop.yard.get(shop.tier, 0)
-    shop.tier.delete(shop.yard.keys([50]))
+    shop.samples.put(shop.tier, range(100))
+    shop.samples.get(shop.tier, 0)
+    shop.tier.delete(shop.samples.keys([50]))
     shop.open()
-    assert shop.yard.whole(shop.tier, range(101)) == [n for n in range(100) if n != 50]
+    assert shop.samples.whole(shop.tier, range(101)) == [n for n in range(100) if n != 50]
     held = shop.tier.gauges()["blocks"]
     shop.open()
     for n in range(1000, 1000 + 960 - held + 20):
-        shop.yard.put(shop.tier, [n])
-    gone = set(range(100)) - {50, *shop.yard.known(shop.tier, range(100))}
+        shop.samples.put(shop.tier, [n])
+    gone = set(range(100)) - {50, *shop.samples.known(shop.tier, range(100))}
     assert gone and max(gone) < 50, "the oldest went first"
 
 
 def test_a_start_reads_no_data(shop: Shop) -> None:
-    shop.yard.put(shop.tier, range(200))
+    shop.samples.put(shop.tier, range(200))
     before = shop.disk.calls["read"]
     shop.open()
     assert shop.tier.gauges()["blocks"] == 200
@@ -45,19 +45,19 @@ def test_a_start_reads_no_data(shop: Shop) -> None:
 
 def test_a_smaller_capacity_holds_from_the_start(shop: Shop) -> None:
     shop.open(16 * MiB)
-    large = shop.town.yard(100 * KiB)
+    large = shop.registry.samples(100 * KiB)
     for n in range(130):
         assert large.put(shop.tier, [n]) == [True]
     shop.open(MIN_CAPACITY)
     assert shop.used() <= MIN_CAPACITY
     shop.tier.check_integrity()
-    large = shop.town.yard(100 * KiB)
+    large = shop.registry.samples(100 * KiB)
     known = large.known(shop.tier, range(130))
     assert known and large.whole(shop.tier, known) == known
     assert large.put(shop.tier, range(500, 504)) == [True] * 4
     assert shop.used() <= MIN_CAPACITY
     shop.open(16 * MiB)
-    large = shop.town.yard(100 * KiB)
+    large = shop.registry.samples(100 * KiB)
     for n in range(130):
         assert large.put(shop.tier, [n]) == [True], "and may grow again"
 
@@ -68,7 +68,7 @@ def test_a_capacity_below_one_slab_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Invalid, match=r"slabs of 7864320 bytes; 3932160 are too few"):
         shop.open(MIN_CAPACITY)
     shop.open(9 * MiB)
-    assert shop.yard.put(shop.tier, [1]) == [True]
+    assert shop.samples.put(shop.tier, [1]) == [True]
     shop.tier.close()
 
 
@@ -91,10 +91,10 @@ def test_ten_times_the_capacity_never_takes_more_than_the_capacity(shop: Shop) -
     watcher.start()
     try:
         for nbytes, model in ((3000, "org/small"), (60_000, "org/middle"), (900_000, "org/large")):
-            yard = shop.town.yard(nbytes, model=model)
-            batch = max(1, min(32, 512 * KiB // yard.slot_bytes))
-            for first in range(0, 10 * capacity // yard.slot_bytes // 3, batch):
-                yard.put(shop.tier, range(first, first + batch))
+            samples = shop.registry.samples(nbytes, model=model)
+            batch = max(1, min(32, 512 * KiB // samples.slot_bytes))
+            for first in range(0, 10 * capacity // samples.slot_bytes // 3, batch):
+                samples.put(shop.tier, range(first, first + batch))
                 most[0] = max(most[0], shop.used())
     finally:
         stop.set()
@@ -115,7 +115,7 @@ def until_written(shop: Shop, n: int) -> int:
     def put() -> bool:
         nonlocal asked
         asked += 1
-        return shop.yard.put(shop.tier, [n])[0]
+        return shop.samples.put(shop.tier, [n])[0]
 
     until(put, "the tier writes again")
     return asked
@@ -126,16 +126,16 @@ def until_written(shop: Shop, n: int) -> int:
 def test_a_write_that_fails_is_a_block_that_is_not_there(
     call: str, code: int, shop: Shop, lines: Callable[[], list[str]]
 ) -> None:
-    shop.yard.put(shop.tier, range(4))
+    shop.samples.put(shop.tier, range(4))
     shop.disk.fail(call, code)
     calls = shop.disk.calls[call]
-    assert shop.yard.put(shop.tier, [10, 11, 1]) == [False, False, True]
+    assert shop.samples.put(shop.tier, [10, 11, 1]) == [False, False, True]
     assert shop.disk.calls[call] == calls + 1, "one try for the batch"
     assert degraded(shop.tier) == 1
     for n in range(20, 60):
-        assert shop.yard.put(shop.tier, [n]) == [False]
+        assert shop.samples.put(shop.tier, [n]) == [False]
     assert shop.disk.calls[call] <= calls + 4, "tried after pauses, not for every put"
-    assert shop.yard.whole(shop.tier, range(60)) == [0, 1, 2, 3], "reading goes on"
+    assert shop.samples.whole(shop.tier, range(60)) == [0, 1, 2, 3], "reading goes on"
     shop.disk.heal()
     until_written(shop, 10)
     assert degraded(shop.tier) == 0
@@ -144,22 +144,22 @@ def test_a_write_that_fails_is_a_block_that_is_not_there(
     assert 1 <= gauges["write_faults_total"] <= 4
     assert gauges["refused_blocks_total"] >= 36
     shop.open()
-    assert shop.yard.whole(shop.tier, range(60)) == [0, 1, 2, 3, 10]
+    assert shop.samples.whole(shop.tier, range(60)) == [0, 1, 2, 3, 10]
 
 
 def test_a_read_only_disk_takes_nothing_and_gives_what_it_has(shop: Shop, lines: Callable[[], list[str]]) -> None:
-    shop.yard.put(shop.tier, range(150))
+    shop.samples.put(shop.tier, range(150))
     for name, code in READ_ONLY.items():
         shop.disk.fail(name, code)
-    assert shop.yard.put(shop.tier, range(500, 510)) == [False] * 10
-    assert shop.tier.delete(shop.yard.keys([3])) == 1, "forgotten in memory at least"
-    assert shop.yard.whole(shop.tier, range(150)) == [n for n in range(150) if n != 3]
+    assert shop.samples.put(shop.tier, range(500, 510)) == [False] * 10
+    assert shop.tier.delete(shop.samples.keys([3])) == 1, "forgotten in memory at least"
+    assert shop.samples.whole(shop.tier, range(150)) == [n for n in range(150) if n != 3]
     assert degraded(shop.tier) == 1
     shop.disk.heal()
     until_written(shop, 500)
     assert lines() == ["tier degraded", "tier recovered"]
     shop.open()
-    assert shop.yard.whole(shop.tier, range(501)) == [n for n in [*range(150), 500] if n != 3], (
+    assert shop.samples.whole(shop.tier, range(501)) == [n for n in [*range(150), 500] if n != 3], (
         "the delete is on disk by now"
     )
 
@@ -168,11 +168,11 @@ def test_an_outage_costs_no_more_than_one_batch_of_what_is_there(shop: Shop) -> 
     """Each try could evict for blocks that it then cannot write; only the first does."""
     fits = 960
     for first in range(0, fits, 32):
-        shop.yard.put(shop.tier, range(first, first + 32))
+        shop.samples.put(shop.tier, range(first, first + 32))
     held = shop.tier.gauges()["blocks"]
     shop.disk.fail("append", errno.EIO)
     for n in range(8):
-        shop.yard.put(shop.tier, range(2000 + 32 * n, 2032 + 32 * n))
+        shop.samples.put(shop.tier, range(2000 + 32 * n, 2032 + 32 * n))
         time.sleep(0.1)
     assert shop.tier.gauges()["write_faults_total"] >= 3
     assert shop.tier.gauges()["blocks"] >= held - 32
@@ -183,31 +183,31 @@ def test_a_transient_read_error_keeps_the_block(
 ) -> None:
     """KVB-14: absent for a while, so that it is not read again and again, then there."""
     monkeypatch.setattr("kvtier.tiers.ssd.ssd._AGAIN", 0.2)
-    shop.yard.put(shop.tier, range(1, 9))
+    shop.samples.put(shop.tier, range(1, 9))
     shop.disk.fail("read", errno.EIO, times=1)
-    assert fault_of(shop.tier, shop.yard, 5) is Unavailable
+    assert fault_of(shop.tier, shop.samples, 5) is Unavailable
     reads = shop.disk.calls["read"]
-    assert shop.yard.known(shop.tier, range(1, 9)) == [1, 2, 3, 4, 6, 7, 8], "a prefix ends there"
+    assert shop.samples.known(shop.tier, range(1, 9)) == [1, 2, 3, 4, 6, 7, 8], "a prefix ends there"
     assert degraded(shop.tier) == 1
-    assert shop.yard.put(shop.tier, [5]) == [True], "it is here, nothing is written for it"
-    until(lambda: shop.yard.known(shop.tier, [5]) == [5], "it counts again")
+    assert shop.samples.put(shop.tier, [5]) == [True], "it is here, nothing is written for it"
+    until(lambda: shop.samples.known(shop.tier, [5]) == [5], "it counts again")
     assert shop.disk.calls["read"] == reads, "asking reads nothing"
-    assert shop.yard.whole(shop.tier, range(1, 9)) == list(range(1, 9))
+    assert shop.samples.whole(shop.tier, range(1, 9)) == list(range(1, 9))
     assert degraded(shop.tier) == 0
     assert lines() == ["tier degraded", "tier recovered"]
     assert shop.tier.gauges()["read_faults_total"] == 1
 
 
 def test_a_block_that_cannot_be_read_three_times_is_given_up(shop: Shop) -> None:
-    shop.yard.put(shop.tier, [1, 2])
+    shop.samples.put(shop.tier, [1, 2])
     place = shop.place(1)
     shop.disk.fail("read", errno.EIO, when=lambda fd, data, offset: offset == place)
-    assert [fault_of(shop.tier, shop.yard, 1) for _ in range(4)] == [Unavailable] * 3 + [NotFound]
-    assert shop.yard.whole(shop.tier, [1, 2]) == [2]
+    assert [fault_of(shop.tier, shop.samples, 1) for _ in range(4)] == [Unavailable] * 3 + [NotFound]
+    assert shop.samples.whole(shop.tier, [1, 2]) == [2]
     gauges = shop.tier.gauges()
     assert (gauges["read_faults_total"], gauges["lost_blocks_total"], gauges["quarantined_slots"]) == (3, 1, 1)
-    assert shop.yard.put(shop.tier, [1]) == [True]
-    assert shop.place(1) != place or shop.data().count(shop.yard.block(1)) == 2, "the bad place rests"
+    assert shop.samples.put(shop.tier, [1]) == [True]
+    assert shop.place(1) != place or shop.data().count(shop.samples.block(1)) == 2, "the bad place rests"
 
 
 # --- a question does not wait for the disk
@@ -240,7 +240,7 @@ class Held(Failing):
 def held(shop: Shop) -> Iterator[Held]:
     disk = shop.disk = Held()
     shop.open()
-    shop.yard.put(shop.tier, range(4))
+    shop.samples.put(shop.tier, range(4))
     disk.go.clear()
     yield disk
     disk.go.set()
@@ -253,7 +253,7 @@ def in_background(call: Callable[[], object]) -> threading.Thread:
 
 
 def test_whoever_asks_is_answered_while_the_disk_hangs(shop: Shop, held: Held) -> None:
-    writer = in_background(lambda: shop.yard.put(shop.tier, [10]))
+    writer = in_background(lambda: shop.samples.put(shop.tier, [10]))
     assert held.waiting.wait(PATIENCE)
     done = threading.Event()
 
@@ -261,10 +261,10 @@ def test_whoever_asks_is_answered_while_the_disk_hangs(shop: Shop, held: Held) -
         shop.tier.gauges()
         shop.tier.handles()
         shop.tier.blocks_by_namespace()
-        assert shop.yard.known(shop.tier, range(12)) == [0, 1, 2, 3]
-        assert shop.yard.whole(shop.tier, range(4)) == [0, 1, 2, 3], "reading needs no journal"
-        assert shop.tier.delete(shop.yard.keys([3])) == 1
-        assert shop.tier.drop(shop.town.yard(model="org/none").namespace) == 0
+        assert shop.samples.known(shop.tier, range(12)) == [0, 1, 2, 3]
+        assert shop.samples.whole(shop.tier, range(4)) == [0, 1, 2, 3], "reading needs no journal"
+        assert shop.tier.delete(shop.samples.keys([3])) == 1
+        assert shop.tier.drop(shop.registry.samples(model="org/none").namespace) == 0
         done.set()
 
     asker = in_background(ask)
@@ -272,68 +272,68 @@ def test_whoever_asks_is_answered_while_the_disk_hangs(shop: Shop, held: Held) -
     held.go.set()
     writer.join(PATIENCE)
     asker.join(PATIENCE)
-    assert shop.yard.whole(shop.tier, range(12)) == [0, 1, 2, 10]
+    assert shop.samples.whole(shop.tier, range(12)) == [0, 1, 2, 10]
 
 
 def test_a_put_after_a_delete_outlives_it(shop: Shop, held: Held) -> None:
     """Block 5 is on its way down twice; one copy is sealed and deleted while the other is being written: the tombstone
     is older than its record."""
     held.go.set()
-    assert shop.yard.put(shop.tier, [5]) == [True]
+    assert shop.samples.put(shop.tier, [5]) == [True]
     tier = shop.tier
-    tier.delete(shop.yard.keys([5]))
+    tier.delete(shop.samples.keys([5]))
     held.go.clear()
     held.waiting.clear()
-    slow = in_background(lambda: shop.yard.put(tier, [5]))
+    slow = in_background(lambda: shop.samples.put(tier, [5]))
     assert held.waiting.wait(PATIENCE), "the data is being written"
     with tier._lock:  # a delete of a copy that was sealed and is gone, not journalled yet
-        tier._tombstones.add(shop.yard.key(5))
+        tier._tombstones.add(shop.samples.key(5))
     held.go.set()
     slow.join(PATIENCE)
-    assert shop.yard.known(tier, [5]) == [5]
+    assert shop.samples.known(tier, [5]) == [5]
     shop.open()
-    assert shop.yard.whole(shop.tier, [5]) == [5]
+    assert shop.samples.whole(shop.tier, [5]) == [5]
 
 
 def test_a_namespace_dropped_while_a_block_is_written_keeps_it_out(shop: Shop, held: Held) -> None:
-    writer = in_background(lambda: shop.yard.put(shop.tier, [10]))
+    writer = in_background(lambda: shop.samples.put(shop.tier, [10]))
     assert held.waiting.wait(PATIENCE)
-    shop.yard.namespace.dropped = True
-    assert shop.tier.drop(shop.yard.namespace) == 4
+    shop.samples.namespace.dropped = True
+    assert shop.tier.drop(shop.samples.namespace) == 4
     held.go.set()
     writer.join(PATIENCE)
-    assert shop.yard.known(shop.tier, range(12)) == []
+    assert shop.samples.known(shop.tier, range(12)) == []
     shop.open()
     assert shop.tier.gauges()["blocks"] == 0
 
 
 def test_the_same_block_written_by_two_is_one_block(shop: Shop, held: Held) -> None:
-    writers = [in_background(lambda: shop.yard.put(shop.tier, [10, 11])) for _ in range(4)]
+    writers = [in_background(lambda: shop.samples.put(shop.tier, [10, 11])) for _ in range(4)]
     assert held.waiting.wait(PATIENCE)
     held.go.set()
     for writer in writers:
         writer.join(PATIENCE)
-    assert shop.yard.whole(shop.tier, [10, 11]) == [10, 11]
+    assert shop.samples.whole(shop.tier, [10, 11]) == [10, 11]
     assert shop.tier.gauges()["blocks"] == 6
     shop.open()
-    assert shop.yard.whole(shop.tier, [10, 11]) == [10, 11]
+    assert shop.samples.whole(shop.tier, [10, 11]) == [10, 11]
 
 
 def test_closing_a_tier_whose_disk_hangs_keeps_the_directory(
     shop: Shop, held: Held, monkeypatch: pytest.MonkeyPatch, lines: Callable[[], list[str]]
 ) -> None:
     monkeypatch.setattr(ssd, "PATIENCE", 0.1)
-    writer = in_background(lambda: shop.yard.put(shop.tier, [10]))
+    writer = in_background(lambda: shop.samples.put(shop.tier, [10]))
     assert held.waiting.wait(PATIENCE)
     shop.tier.close()
     assert lines() == ["ssd still busy"]
     with pytest.raises(Unavailable, match="belongs to another daemon"):
-        Ssd(shop.path, MIN_CAPACITY, Town().register)
+        Ssd(shop.path, MIN_CAPACITY, Registry().register)
     held.go.set()
     writer.join(PATIENCE)
     monkeypatch.undo()
     shop.open()
-    assert shop.yard.whole(shop.tier, range(11)) == [0, 1, 2, 3, 10]
+    assert shop.samples.whole(shop.tier, range(11)) == [0, 1, 2, 3, 10]
 
 
 def test_readers_and_evictions_do_not_meet(shop: Shop) -> None:
@@ -345,7 +345,7 @@ def test_readers_and_evictions_do_not_meet(shop: Shop) -> None:
     def read() -> None:
         try:
             while not stop.is_set():
-                hits[0] += len(shop.yard.whole(shop.tier, range(1200)))
+                hits[0] += len(shop.samples.whole(shop.tier, range(1200)))
         except BaseException as error:
             failed.append(error)
 
@@ -353,9 +353,9 @@ def test_readers_and_evictions_do_not_meet(shop: Shop) -> None:
     try:
         for round_ in range(12):
             for first in range(0, 1200, 24):
-                shop.yard.put(shop.tier, range(first, first + 24))
+                shop.samples.put(shop.tier, range(first, first + 24))
             if round_ % 3 == 0:
-                shop.tier.delete(shop.yard.keys(range(0, 1200, 5)))
+                shop.tier.delete(shop.samples.keys(range(0, 1200, 5)))
     finally:
         stop.set()
         for reader in readers:
@@ -368,8 +368,8 @@ def test_readers_and_evictions_do_not_meet(shop: Shop) -> None:
 
 def test_yards_differ() -> None:
     """The tests' own blocks: another namespace or number is another key and other bytes."""
-    town = Town()
-    first, second = town.yard(), town.yard(tenant="u")
-    assert isinstance(first, Yard)
+    registry = Registry()
+    first, second = registry.samples(), registry.samples(tenant="u")
+    assert isinstance(first, Samples)
     assert len({first.key(1), first.key(2), second.key(1)}) == 3
     assert len({first.block(1), first.block(2), second.block(1)}) == 3

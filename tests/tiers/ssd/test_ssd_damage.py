@@ -14,7 +14,7 @@ from kvtier.tiers.ssd import inspection, recovery
 from kvtier.tiers.ssd.disk import Disk
 from kvtier.tiers.ssd.journal import Journal
 from kvtier.tiers.ssd.ssd import MIN_CAPACITY, Ssd
-from tests.support.tiers import Shop, Town, fault_of, flip, memory
+from tests.support.tiers import Registry, Shop, fault_of, flip, memory
 
 
 @pytest.fixture
@@ -30,12 +30,14 @@ def damaged(shop: Shop, change: Callable[[bytearray, int], None], n: int = 5) ->
     change(data, place)
     (shop.path / "blocks").write_bytes(data)
     lost = shop.tier.gauges()["lost_blocks_total"]
-    assert fault_of(shop.tier, shop.yard, n) is Lost
+    assert fault_of(shop.tier, shop.samples, n) is Lost
     assert shop.tier.gauges()["lost_blocks_total"] == lost + 1
-    assert shop.yard.known(shop.tier, range(1, 9)) == [1, 2, 3, 4, 6, 7, 8]
-    assert shop.yard.whole(shop.tier, [1, 2, 3, 4]) == [1, 2, 3, 4]
-    whole = shop.yard.whole(shop.tier, range(1, 9))
-    assert shop.yard.put(shop.tier, [n]) == [True] and shop.yard.whole(shop.tier, range(1, 9)) == sorted({*whole, n})
+    assert shop.samples.known(shop.tier, range(1, 9)) == [1, 2, 3, 4, 6, 7, 8]
+    assert shop.samples.whole(shop.tier, [1, 2, 3, 4]) == [1, 2, 3, 4]
+    whole = shop.samples.whole(shop.tier, range(1, 9))
+    assert shop.samples.put(shop.tier, [n]) == [True] and shop.samples.whole(shop.tier, range(1, 9)) == sorted(
+        {*whole, n}
+    )
 
 
 def cut_to_100_bytes(data: bytearray, place: int) -> None:
@@ -62,7 +64,7 @@ YAML = b'!!python/object/apply:os.system ["touch ' + CANARY.encode() + b'"]'
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_damaged_slot_is_a_miss(change: Callable[[bytearray, int], None], shop: Shop) -> None:
-    shop.yard.put(shop.tier, range(1, 9))
+    shop.samples.put(shop.tier, range(1, 9))
     damaged(shop, change)
     assert not os.path.exists(CANARY)
 
@@ -72,7 +74,7 @@ def test_a_damaged_slot_is_a_miss(change: Callable[[bytearray, int], None], shop
 )
 @pytest.mark.parametrize("where", ["journal", "checkpoint", "format", "lock", "blocks"])
 def test_strange_bytes_in_any_file_run_nothing(strange: bytes, where: str, shop: Shop) -> None:
-    shop.yard.put(shop.tier, range(1, 9))
+    shop.samples.put(shop.tier, range(1, 9))
     shop.tier.close()
     name = {"journal": "journal.00000001", "checkpoint": "checkpoint.00000001", "format": "format.json"}.get(
         where, where
@@ -81,10 +83,10 @@ def test_strange_bytes_in_any_file_run_nothing(strange: bytes, where: str, shop:
     (shop.path / name).write_bytes(strange)
     if where == "format":
         with pytest.raises(Invalid):
-            Ssd(shop.path, MIN_CAPACITY, Town().register)
+            Ssd(shop.path, MIN_CAPACITY, Registry().register)
         (shop.path / name).write_bytes(kept)
     shop.open()
-    whole = shop.yard.whole(shop.tier, range(1, 9))
+    whole = shop.samples.whole(shop.tier, range(1, 9))
     assert whole == ([] if where in ("journal", "blocks") else list(range(1, 9)))
     assert not os.path.exists(CANARY)
     if where == "checkpoint":
@@ -93,7 +95,7 @@ def test_strange_bytes_in_any_file_run_nothing(strange: bytes, where: str, shop:
 
 def test_records_that_point_anywhere_are_not_believed(shop: Shop) -> None:
     """A journal that is whole by its checksums and names slots that overlap, lie outside, or have impossible sizes."""
-    shop.yard.put(shop.tier, range(1, 9))
+    shop.samples.put(shop.tier, range(1, 9))
     shop.tier.close()
     journal = Journal(shop.path, 2**30, False, Disk())
     list(journal.load())
@@ -108,20 +110,20 @@ def test_records_that_point_anywhere_are_not_believed(shop: Shop) -> None:
         ]
     ):
         records = recovery.puts(
-            [shop.yard.key(100 + n)], page=[page], slot=[slot], nbytes=[nbytes], namespace=[1], checksum=[1]
+            [shop.samples.key(100 + n)], page=[page], slot=[slot], nbytes=[nbytes], namespace=[1], checksum=[1]
         )
         journal.append(records)
     journal.append(
-        recovery.puts([shop.yard.key(200)], page=[20], slot=[4096], nbytes=[1280], namespace=[77], checksum=[1])
+        recovery.puts([shop.samples.key(200)], page=[20], slot=[4096], nbytes=[1280], namespace=[77], checksum=[1])
     )
     journal.close()
     shop.open()
     shop.tier.check_integrity()
-    whole = shop.yard.whole(shop.tier, range(1, 300))
+    whole = shop.samples.whole(shop.tier, range(1, 300))
     assert whole == [2, 3, 4, 5, 6, 7], "but for those whose places were claimed"
-    assert shop.yard.put(shop.tier, range(300, 340)) == [True] * 40
+    assert shop.samples.put(shop.tier, range(300, 340)) == [True] * 40
     shop.open()
-    assert set(shop.yard.whole(shop.tier, range(1, 340))) >= set(range(300, 340))
+    assert set(shop.samples.whole(shop.tier, range(1, 340))) >= set(range(300, 340))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +132,7 @@ def test_records_that_point_anywhere_are_not_believed(shop: Shop) -> None:
 def test_a_planted_link_is_not_followed(name: str, shop: Shop, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.write_bytes(b"precious" * 1000)
-    shop.yard.put(shop.tier, [1])
+    shop.samples.put(shop.tier, [1])
     shop.tier.close()
     if name == "format.json.tmp":
         for path in shop.path.iterdir():
@@ -141,7 +143,7 @@ def test_a_planted_link_is_not_followed(name: str, shop: Shop, tmp_path: Path) -
     if "tmp" in name:
         shop.open()
         for first in range(0, 700, 4):
-            shop.yard.put(shop.tier, range(first, first + 4))
+            shop.samples.put(shop.tier, range(first, first + 4))
     else:
         with pytest.raises(Invalid, match="cannot use"):
             shop.open()
@@ -158,7 +160,7 @@ def test_a_hostile_tenant_in_the_journal_is_no_tenant(shop: Shop) -> None:
     shop.tier.close()
     journal = Journal(shop.path, 2**30, False, Disk())
     list(journal.load())
-    canonical = shop.yard.namespace.description.canonical
+    canonical = shop.samples.namespace.description.canonical
     for number, (tenant, raw) in enumerate(
         [("../../x", b"{}"), ("a\nb", canonical), ("", canonical), ("x" * 5000, canonical), ("t", b"[" * 9999)], 1
     ):
@@ -169,7 +171,7 @@ def test_a_hostile_tenant_in_the_journal_is_no_tenant(shop: Shop) -> None:
     journal.close()
     shop.open()
     assert shop.tier.gauges()["blocks"] == 0
-    assert [namespace.tenant for namespace in shop.town.namespaces.all()] == ["t"]
+    assert [namespace.tenant for namespace in shop.registry.namespaces.all()] == ["t"]
     shop.tier.close()
     assert inspection.check(shop.path, repair=True).repaired == 10
     shop.open()
@@ -177,17 +179,17 @@ def test_a_hostile_tenant_in_the_journal_is_no_tenant(shop: Shop) -> None:
 
 def test_quarantine_has_its_bound(shop: Shop) -> None:
     for first in range(0, 400, 16):
-        shop.yard.put(shop.tier, range(first, first + 16))
+        shop.samples.put(shop.tier, range(first, first + 16))
     data = shop.data()
     for n in range(0, 400, 2):
-        place = data.find(shop.yard.block(n))
+        place = data.find(shop.samples.block(n))
         data[place + 900 : place + 901] = flip(bytes(data[place + 900 : place + 901]), 0)
     (shop.path / "blocks").write_bytes(data)
-    assert shop.yard.whole(shop.tier, range(400)) == list(range(1, 400, 2))
+    assert shop.samples.whole(shop.tier, range(400)) == list(range(1, 400, 2))
     gauges = shop.tier.gauges()
     assert gauges["lost_blocks_total"] == 200
     assert 1 <= gauges["quarantined_slots"] <= 960 // 64
     shop.tier.check_integrity()
-    assert shop.yard.put(shop.tier, range(0, 32, 2)) == [True] * 16
-    slot = memory(shop.yard.slot_bytes)
-    assert shop.tier.read(shop.yard.key(0), slot, shop.yard.nbytes)
+    assert shop.samples.put(shop.tier, range(0, 32, 2)) == [True] * 16
+    slot = memory(shop.samples.slot_bytes)
+    assert shop.tier.read(shop.samples.key(0), slot, shop.samples.nbytes)
