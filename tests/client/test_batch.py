@@ -30,9 +30,9 @@ def space() -> Any:
 def test_calls_sent_together_are_answered_in_their_order(client: Patient, daemon: Daemon) -> None:
     ns = client.register(space())
     put(client, ns, range(3))
-    with Raw(daemon.socket) as lane:
+    with Raw(daemon.socket) as raw:
         handle = pb.RegisterReply.FromString(
-            lane.call(Verb.REGISTER, pb.RegisterRequest(description=ns.canonical))[1]
+            raw.call(Verb.REGISTER, pb.RegisterRequest(description=ns.canonical))[1]
         ).handle
         asked = [
             pb.Keys(handle=handle, layer_hi=1, head_hi=1, hashes=hashes(range(n)), id=n).SerializeToString()
@@ -42,42 +42,35 @@ def test_calls_sent_together_are_answered_in_their_order(client: Patient, daemon
         stream += frames.pack(Verb.LOOKUP, 200, 1000, b"\xff")  # an error takes its turn too
         stream += frames.pack(Verb.LEASE, 201, 1000, asked[0])
         for cut in (len(stream) // 3, 24 + len(asked[0]) + 10, 24 + len(asked[0]), len(stream)):
-            lane.send(stream[:cut])
+            raw.send(stream[:cut])
             time.sleep(0.02)  # so that frames come torn, too
-            lane.send(stream[cut:])
-            first = [frames_of(lane) for _ in range(5)]
-            assert [request for _, request, _ in first] == [100, 101, 102, 200, 201]
-            assert [status for status, _, _ in first][3:] == [Invalid.code, Invalid.code], (
+            raw.send(stream[cut:])
+            first = [raw.receive() for _ in range(5)]
+            assert [request for _, request, _, _ in first] == [100, 101, 102, 200, 201]
+            assert [status for status, *_ in first][3:] == [Invalid.code, Invalid.code], (
                 "garbage, and an id used before"
             )
             if not first[0][0]:
-                assert [len(pb.Slots.FromString(reply).offset) for _, _, reply in first[:3]] == [1, 2, 3]
-        assert [lane.call(Verb.RELEASE, pb.Held(id=n))[0] for n in (1, 2, 3)] == [0] * 3
-
-
-def frames_of(lane: Raw) -> tuple[int, int, bytes]:
-    """One frame of a stream in which the next may lie behind it: header first, then the body."""
-    head = lane.sock.recv(frames.HEADER.size, socket.MSG_WAITALL)
-    _, _, status, length, request, _ = frames.HEADER.unpack(head)
-    return status, request, lane.sock.recv(length, socket.MSG_WAITALL) if length else b""
+                assert [len(pb.Slots.FromString(reply).offset) for *_, reply in first[:3]] == [1, 2, 3]
+        assert [raw.call(Verb.RELEASE, pb.Held(id=n))[0] for n in (1, 2, 3)] == [0] * 3
 
 
 def test_a_quiet_release_has_no_answer_and_works(client: Patient, daemon: Daemon) -> None:
     ns = client.register(space())
     put(client, ns, range(3))
-    with Raw(daemon.socket) as lane:
+    with Raw(daemon.socket) as raw:
         handle = pb.RegisterReply.FromString(
-            lane.call(Verb.REGISTER, pb.RegisterRequest(description=ns.canonical))[1]
+            raw.call(Verb.REGISTER, pb.RegisterRequest(description=ns.canonical))[1]
         ).handle
         keys = pb.Keys(handle=handle, layer_hi=1, head_hi=1, hashes=hashes(range(3)), id=1)
-        assert lane.call(Verb.LEASE, keys)[0] == 0
+        assert raw.call(Verb.LEASE, keys)[0] == 0
         held = daemon.status()["held_bytes"]
         for id_ in (1, 1, 99):  # again, and one that was never given: an error that nobody hears
-            lane.send(frames.pack(Verb.RELEASE | QUIET, 5, 1000, pb.Held(id=id_).SerializeToString()))
-        assert lane.call(Verb.RELEASE, pb.Held(id=99))[0] == NotFound.code, "the next answer is the next call's"
+            raw.send(frames.pack(Verb.RELEASE | QUIET, 5, 1000, pb.Held(id=id_).SerializeToString()))
+        assert raw.call(Verb.RELEASE, pb.Held(id=99))[0] == NotFound.code, "the next answer is the next call's"
         assert held > 0 and daemon.status()["held_bytes"] == 0
         for verb in (Verb.LEASE, Verb.SEAL, Verb.STATUS):
-            assert lane.call(verb | QUIET, keys)[0] == Invalid.code, "nothing else may go without an answer"
+            assert raw.call(verb | QUIET, keys)[0] == Invalid.code, "nothing else may go without an answer"
 
 
 def test_a_release_that_may_be_lost_is_said_again(

@@ -353,7 +353,7 @@ class Raw:
         """
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         frames.set_timeouts(self.sock, PATIENCE, PATIENCE)
-        self.buffer = memoryview(bytearray(frames.HEADER.size + frames.MAX_BODY))
+        self.buffer = frames.Buffer()
         self.fd: int | None = None
         self.request = 0
         self.boot = 0
@@ -386,8 +386,9 @@ class Raw:
             self.fd = array.array("i", payload[:4])[0]
         if not data:
             raise frames.Closed
-        self.buffer[: len(data)] = data
-        status, _, self.boot, answer = frames.continue_receive(self.sock, self.buffer, len(data), PATIENCE)
+        buffer = memoryview(bytearray(frames.HEADER.size + frames.MAX_HELLO))
+        buffer[: len(data)] = data
+        status, _, self.boot, answer = frames.continue_receive(self.sock, buffer, len(data), PATIENCE)
         return status, bytes(answer)
 
     def call(self, verb: int, message: Message | bytes) -> tuple[int, bytes]:
@@ -406,9 +407,12 @@ class Raw:
         self.sock.sendall(data)
 
     def receive(self) -> tuple[int, int, int, bytes]:
-        """One frame: (status, request id, boot id, body). Raises Closed, ConnectionError, or Idle after `PATIENCE`."""
-        status, request, boot, answer = frames.receive(self.sock, self.buffer, PATIENCE)
-        return status, request, boot, bytes(answer)
+        """One frame: (status, request id, boot id, body). Raises Closed, ConnectionError, or Idle after `PATIENCE`. The
+        next frame may have come with it."""
+        status, request, boot, answer = self.buffer.receive(self.sock, PATIENCE)
+        answer = bytes(answer)
+        self.buffer.done()
+        return status, request, boot, answer
 
     def close(self) -> None:
         self.sock.close()

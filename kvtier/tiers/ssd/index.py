@@ -23,6 +23,7 @@ from kvtier.tiers.tier import Outgoing
 CHECKPOINT_BYTES = 2**20  # journals are not worth replacing before they have so many bytes, where the capacity allows
 DELETED = 0.05  # seconds that a delete waits for its record on disk
 CROWDED = 1.0  # seconds that a write waits for the index to be shortened
+TIGHT = 0.1  # seconds between looks whether tombstones fit, while no checkpoint can be written
 _FRAMES = 256  # bytes of the frames around a write's records
 NAMESPACES_SHARE = 8  # one part in 8 of the index is for descriptions
 Register = Callable[[bytes, str], Namespace]
@@ -36,8 +37,8 @@ class Tombstones:
         self._keys: list[bytes] = []
         self.made = self.durable = 0  # durable: of those made, in the journal or left out by a checkpoint
 
-    def __bool__(self) -> bool:
-        return bool(self._keys)
+    def __len__(self) -> int:
+        return len(self._keys)
 
     def add(self, key: bytes) -> None:
         self._keys.append(key)
@@ -211,13 +212,18 @@ class Index:
     # -- what is asked of it, under the tier's lock
 
     def has_space(self, blocks: int) -> bool:
-        """Whether so many blocks can be journalled, with as many that go for them. Waits a moment for a checkpoint, if
-        that is what it needs."""
-        need = _FRAMES + 2 * blocks * RECORD.itemsize
-        self._tight |= self._journal.free < need
+        """Whether so many blocks can be journalled, with as many that go for them and the tombstones that wait. Waits a
+        moment for a checkpoint, if that is what it needs."""
+
+        def fits() -> bool:
+            need = _FRAMES + (2 * blocks + len(self._tombstones)) * RECORD.itemsize
+            return self._journal.free >= need
+
+        if not fits():
+            self._tight = True
         if self._tight:
             self._tier_lock.notify_all()
-        return self._tier_lock.wait_for(lambda: self._journal.free >= need or self._stop, CROWDED)
+        return self._tier_lock.wait_for(lambda: fits() or self._stop, CROWDED)
 
     def await_tombstones(self) -> None:
         """Waits a moment until all tombstones so far are on disk."""
@@ -252,8 +258,12 @@ class Index:
                         self._health.good(WRITE)
                 if checkpoint and not stop:
                     self._checkpoint()
-            except Full:
-                if stop:  # it will not be tried again: a checkpoint leaves out what was forgotten
+            except Full:  # tombstones do not fit; a checkpoint leaves out what was forgotten
+                with self._tier_lock:
+                    paused = self._health.paused(INDEX) and not stop
+                    if paused:
+                        self._tier_lock.wait_for(lambda: self._stop, TIGHT)
+                if not paused:
                     self._checkpoint()
             except OSError as error:
                 self._failed(error)

@@ -154,14 +154,14 @@ class Ssd:
         with self._used():
             placed: Placed = []
             try:
-                with self._lock:
-                    if self._health.paused(WRITE) or not self._index.has_space(len(blocks)):
-                        raise Full("not now")
+                self._await_index(len(blocks))
                 with self._index.lock:
                     self._index.put_tombstones()  # what an earlier write could not: else nothing more is evicted
                     self._grow(blocks)
                     with self._lock:
                         self._place(blocks, placed)
+                self._await_index(len(placed))  # a slab emptied for one block leaves a tombstone for each of many
+                with self._index.lock:
                     self._index.put_tombstones()
                 if placed:
                     self._data.write([(out.slot, self._ledger.place(row)[0] * SLOT_ALIGN) for out, row in placed])
@@ -325,6 +325,13 @@ class Ssd:
                 self._users -= 1
                 if self._closing:
                     self._lock.notify_all()
+
+    def _await_index(self, blocks: int) -> None:
+        """Waits a moment until the index has space for so many blocks. Raises Full, at once while writing pauses. Not
+        under the index's lock, which a checkpoint needs."""
+        with self._lock:
+            if self._health.paused(WRITE) or not self._index.has_space(blocks):
+                raise Full("not now")
 
     def _known(self, blocks: Sequence[Outgoing]) -> list[bool]:
         return [row is not None for row in self._ledger.find_each([out.key for out in blocks])]

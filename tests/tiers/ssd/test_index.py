@@ -77,6 +77,20 @@ def test_an_index_without_room_refuses_and_does_not_break(shop: Shop) -> None:
     assert again.whole(shop.tier, [1]) == [1]
 
 
+def test_a_slab_that_is_emptied_for_one_block_finds_space_for_its_tombstones(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However late the keeper is with its checkpoints: it hears that one is needed, and the write waits for it."""
+    monkeypatch.setattr(index.Index, "_checkpoint_due", lambda self: self._tight)
+    large, n = shop.registry.samples(100_000, model="org/large"), 0
+    while n < MIN_CAPACITY // shop.samples.slot_bytes or shop.tier._index._journal.free > 4 * KiB:
+        assert shop.samples.put(shop.tier, [n]) == [True]
+        n += 1
+    before = shop.tier.gauges()["evicted_blocks_total"]
+    assert large.put(shop.tier, [1]) == [True]
+    assert shop.tier.gauges()["evicted_blocks_total"] - before > 4 * KiB // 64, "more than the index had space for"
+
+
 def test_a_smaller_capacity_shortens_the_index_too(tmp_path: Path) -> None:
     shop = Shop(tmp_path / "ssd")
     shop.open(32 * MiB)
@@ -126,3 +140,18 @@ def test_namespaces_without_blocks_are_not_registered(shop: Shop) -> None:
     registry = Registry()
     shop.tier = Ssd(shop.path, MIN_CAPACITY, registry.register, disk=shop.disk)
     assert [namespace.description.model for namespace in registry.namespaces.all()] == ["org/m"]
+
+
+def test_tombstones_that_do_not_fit_do_not_keep_the_keeper_from_its_checkpoint(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would wait for each other for good, and the tier refuse every block."""
+    samples, journal = shop.samples, shop.tier._index._journal
+    assert samples.put(shop.tier, range(64)) == [True] * 64
+    monkeypatch.setattr(journal, "spare", journal.limit)  # nothing may be appended
+    before = checkpoints(shop.tier)
+    assert shop.tier.delete(samples.keys(range(32))) == 32
+    until(lambda: checkpoints(shop.tier) > before, "a checkpoint that leaves the deleted ones out")
+    assert samples.put(shop.tier, [100]) == [True]
+    shop.open()
+    assert samples.known(shop.tier, range(64)) == list(range(32, 64))
