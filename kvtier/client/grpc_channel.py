@@ -192,14 +192,15 @@ class GrpcChannel:
         raise named
 
     def _name(self, error: Any) -> KvtierError:
+        """An error of gRPC, by its code alone. What its text says of TLS goes into words for people only."""
         code, details = error.code(), error.details() or ""
         if code is not grpc.StatusCode.UNAVAILABLE:
             return rpc.error_of(code, details)
         refused = re.search(r"CERTIFICATE_VERIFY_FAILED: ([^:]*)", details)
         if refused:
-            return Unauthenticated(f"the certificate of {self.target} is refused: {refused[1]}")
+            return Unavailable(f"the certificate of {self.target} is refused: {refused[1]}")
         if "Hostname Verification Check failed" in details:
-            return Unauthenticated(f"the certificate of {self.target} is refused: it is for another host name")
+            return Unavailable(f"the certificate of {self.target} is refused: it is for another host name")
         if "WRONG_VERSION_NUMBER" in details:
             return Unavailable(f"{self.target} does not speak TLS: write grpc://, if it is on this host")
         if "Socket closed" in details and not self.target.startswith("unix:"):

@@ -84,7 +84,7 @@ def fingerprint(path: str | os.PathLike[str], *, full: bool = False) -> str:
     files = {root.name: root} if root.is_file() else _model_files(root)
     if not any(_is_weights(file) or file.name in CONFIGS for file in files.values()):
         raise Invalid(f"{root} holds neither weights ({', '.join(sorted(WEIGHTS))}) nor a config.json")
-    cache = _Cache(full)
+    cache = _KnownDigests(full)
     total = blake2b(b"full" if full else b"sampled", digest_size=32, person=_PERSON_MODEL)
     for name in sorted(files):
         # A lone file has the name of its kind only: it may be called anything.
@@ -222,7 +222,7 @@ def _stamp(info: os.stat_result) -> list[int]:
     return [info.st_size, info.st_mtime_ns, info.st_ctime_ns, info.st_ino]
 
 
-class _Cache:
+class _KnownDigests:
     """Hashes of files by path and stamp, in one JSON file. It only saves time: missing, corrupt or unwritable, files
     are read anew.
 

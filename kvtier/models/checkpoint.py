@@ -161,7 +161,7 @@ def _shape(config: Mapping[str, Any]) -> tuple[int, int, int]:
     if odd:
         raise Invalid(
             f"{', '.join(odd)}: the caches of such a model differ from layer to layer, which only the engine can "
-            "tell; ask it with `kvtier list`"
+            "tell; run it, and ask with `kvtier namespaces`"
         )
     try:
         query = int(config["num_attention_heads"])

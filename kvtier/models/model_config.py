@@ -58,7 +58,6 @@ class ModelCaches:
     dtype: str
     layers: tuple[LayerCache, ...]
     positions: int | None = None
-    query_heads: int = 0
 
     @property
     def cached(self) -> tuple[LayerCache, ...]:
@@ -117,9 +116,8 @@ def caches_of(config: Mapping[str, Any], model: str) -> ModelCaches:
         raise Invalid("no layer keeps bytes per token: there is no KV cache to plan for")
     positions = text.get("max_position_embeddings")
     name = text.get("_name_or_path") or model
-    return ModelCaches(
-        str(name), DTYPES[dtype], layers, positions if type(positions) is int and positions > 0 else None, query
-    )
+    known = positions if type(positions) is int and positions > 0 else None
+    return ModelCaches(str(name), DTYPES[dtype], layers, known)
 
 
 def _kinds(text: Mapping[str, Any], count: int) -> list[str]:

@@ -26,6 +26,7 @@ from kvtier.protocol.addresses import default_socket, grpc_beside
 from kvtier.server.sessions import ADMIN, ROLES, WRITE, Peer
 from kvtier.tiers.redis import location
 from kvtier.tiers.redis.location import RedisLocation
+from kvtier.tiers.ssd.ssd import MAX_CAPACITY, MIN_CAPACITY
 
 DEFAULT_FILE = Path("/etc/kvtier/kvtier.toml")
 MAX_FILE_BYTES = 64 * 1024
@@ -202,6 +203,10 @@ def _ssd(value: Any) -> SsdSettings | None:
         raise Invalid('the SSD tier needs a path and a size: write [ssd] path = "/var/lib/kvtier", size = "2TiB"')
     _check_keys("ssd", value, ("path", "size", "sync", "write", "daily", "free"))
     sizes = {name: _size(value[name]) for name in ("size", "write", "daily", "free") if name in value}
+    if not MIN_CAPACITY <= sizes["size"] <= MAX_CAPACITY:
+        raise Invalid(
+            f"an SSD tier has {MIN_CAPACITY} to {MAX_CAPACITY} bytes, not {sizes['size']}: write another size"
+        )
     return SsdSettings(path=_path(value["path"]), sync=_flag("ssd", "sync", value), **sizes)
 
 

@@ -43,7 +43,7 @@ from kvtier.format.identity import (
     parse_description,
     request_context,
 )
-from kvtier.format.layout import STATIC, Group, Layer, Layout, Part, Range, attention
+from kvtier.format.layout import STATIC, Group, Layer, Layout, Part, Range, attention, opaque
 from tests.support.paths import ROOT
 
 R1, R2 = "1" * 40, "2" * 40
@@ -266,6 +266,37 @@ def test_a_description_cannot_be_changed_through_what_it_was_made_from() -> None
 
 
 # --- the bytes behind digests and keys, written down once more
+
+KEPT = {
+    "window": attention(2, 2, 8, engine_tokens=16, dtype="bf16", window=4096),
+    "excluded": attention(3, 2, 8, engine_tokens=16, engine_blocks=4, granularity="block-head", excluded=(0, 2)),
+    "token scales": attention(1, 2, 64, engine_tokens=16, granularity="token-head"),
+    "latent": Layout((Group("latent", 1, 64, (Layer(0, (Part("latent", 576, "bf16"),)),), 2),)),
+    "opaque": opaque(4096, "ab" * 32, engine_tokens=16, layers=2, engine_blocks=3),
+    "groups": Layout(
+        (
+            Group("attention", 2, 16, (Layer(1, (Part("k", 8, "bf16"), Part("v", 16, "fp16"))),), window=128),
+            Group("attention", 1, 32, (Layer(0, (Part("k", 8, "e4m3fn", "channel", "fp16"),)),)),
+        )
+    ),
+}
+
+GOLDEN = {
+    "window": "535d93f0d0dc197fff8c42216bb6fad5",
+    "excluded": "9b97ae175391cabc6a1e4c1bbb5f45c7",
+    "token scales": "1a56163ef2093a92384d2b30a9f2a802",
+    "latent": "1b0902820ca15b40f08f98f921fa3331",
+    "opaque": "4e034afcdc2f7eb15d90bd8c8c875c29",
+    "groups": "c7f54233c8a2be12e665aa2fa20ce878",
+}
+
+
+@pytest.mark.parametrize(("name", "digest"), GOLDEN.items())
+def test_every_kind_of_layout_keeps_its_digest(name: str, digest: str) -> None:
+    """Blocks that are stored are found under these for ever, and by keys whose range stands in them."""
+    description = Description("org/model", R1, KEPT[name], HashScheme("x", "0", 16))
+    assert description.digest.hex()[:32] == digest
+    assert Layout.from_json(KEPT[name].to_json()) == KEPT[name]
 
 
 def test_digests_and_keys_are_these_bytes() -> None:

@@ -108,14 +108,30 @@ def test_the_rooms_are_few() -> None:
     assert len(next(contract for contract in contracts if contract["type"] == "layers")["layers"]) <= 10
 
 
+MAKERS = {"NamedTuple", "namedtuple", "Enum", "IntEnum", "make_dataclass", "NewType", "TypedDict", "type"}
+
+
+def made(node: ast.AST) -> str | None:
+    """The name of the class that a statement makes, by `class` or by a call."""
+    if isinstance(node, ast.ClassDef):
+        return node.name
+    if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and len(node.value.args) > 1:
+        maker, name = ast.unparse(node.value.func).split(".")[-1], node.value.args[0]
+        if maker in MAKERS and isinstance(name, ast.Constant):
+            return str(name.value)
+    return None
+
+
 def test_class_names_occur_once_unless_one_implements_the_other() -> None:
-    found: dict[str, list[tuple[str, set[str]]]] = {}
+    """A class may have the name of its base, written `module.Name`. A leading underscore makes no other name."""
+    found: dict[str, list[str]] = {}
     for path in sources("kvtier", "kernels"):
         for node in ast.walk(ast.parse(path.read_bytes())):
-            if isinstance(node, ast.ClassDef):
-                found.setdefault(node.name, []).append((name_of(path), {ast.unparse(base) for base in node.bases}))
-    twice = {name: [where for where, _ in places] for name, places in found.items() if len(places) > 1}
-    assert not twice
+            name = made(node)
+            bases = node.bases if isinstance(node, ast.ClassDef) else []
+            if name is not None and name not in {ast.unparse(base).split(".")[-1] for base in bases}:
+                found.setdefault(name.lstrip("_"), []).append(name_of(path))
+    assert not {name: places for name, places in found.items() if len(places) > 1}
 
 
 def imported_by(program: str, modules: list[str]) -> object:
@@ -153,6 +169,27 @@ def test_an_engine_loads_no_server() -> None:
     assert imported_by("import_engine_side", names) == []
 
 
+ENGINE_SIDE = ("kvtier/errors.py", *(f"kvtier/{room}" for room in ("format", "protocol", "client", "models")),
+    "kvtier/quality", "kvtier/connectors", "kernels/kvtier_kernels")  # fmt: skip
+BY_NAME = {"import_module", "resolve_name", "run_module", "run_path", "__import__"}
+IMPORTS_BY_NAME = {"kvtier/quality/report.py"}  # matplotlib, where it is
+STARTS_A_DAEMON = {"kvtier/quality/demo/driver.py"}  # as a process of its own
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in sources("kvtier", "kernels") if name_of(path).startswith(ENGINE_SIDE)], ids=name_of
+)
+def test_an_engine_loads_no_server_by_name_either(path: Path) -> None:
+    """What contracts do not see: modules whose names are strings, also inside functions."""
+    tree = ast.parse(path.read_bytes())
+    words = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    named = [word for word in words if re.fullmatch(r"kvtier\.(store|tiers|server|cli)(\.\w+)*", word)]
+    assert not named or name_of(path) in STARTS_A_DAEMON
+    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    by_name = {ast.unparse(call).split(".")[-1] for call in calls} & BY_NAME
+    assert not by_name or name_of(path) in IMPORTS_BY_NAME, f"imports by a name: {by_name}"
+
+
 # --- who may import whom
 
 
@@ -181,6 +218,59 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", root)
     return root
+
+
+ENGINE = ["kvtier.client", "kvtier.connectors", "kvtier.models", "kvtier.quality"]
+DAEMON = ["kvtier.store", "kvtier.tiers", "kvtier.server"]
+CONTRACTS: dict[str, tuple[list[str], list[str], list[str]]] = {
+    "engine-side": (ENGINE, DAEMON, []),
+    "server-side": (DAEMON, ENGINE, []),
+    "no-torch": (
+        ["kvtier"],
+        ["torch", "triton", "transformers", "tokenizers", "gguf", "vllm", "lmcache"],
+        ["kvtier.client.torch_views -> torch", "kvtier.connectors.** -> **", "kvtier.quality.** -> **"],
+    ),
+    "engines": (["kvtier.connectors.common"], ["vllm", "lmcache"], []),
+    "redis": (
+        ["kvtier", "kvtier_kernels"],
+        ["redis"],
+        ["kvtier.tiers.redis.connections -> redis", "kvtier.tiers.redis.exchange -> redis"],
+    ),
+    "grpc": (
+        ["kvtier", "kvtier_kernels"],
+        ["grpc", "grpc_health", "grpc_reflection"],
+        [
+            "kvtier.client.grpc_channel -> grpc",
+            "kvtier.protocol.rpc -> grpc",
+            "kvtier.server.grpc -> grpc",
+            "kvtier.server.grpc -> grpc_health",
+            "kvtier.server.grpc -> grpc_reflection",
+        ],
+    ),
+    "kernels": (
+        ["kvtier_kernels"],
+        ["kvtier.*", "google", "grpc", "redis", "gguf", "tokenizers", "transformers", "vllm", "lmcache"],
+        ["kvtier_kernels.** -> kvtier.errors", "kvtier_kernels.** -> kvtier.format.**"],
+    ),
+    "who-uses-kernels": (
+        ["kvtier"],
+        ["kvtier_kernels"],
+        ["kvtier.connectors.** -> kvtier_kernels.**", "kvtier.quality.** -> kvtier_kernels.**"],
+    ),
+}
+
+
+def test_the_contracts_say_what_their_names_say() -> None:
+    """Written out here, so that none is hollowed out under its name."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["importlinter"]["contracts"]
+    said = {
+        one["id"]: (one["source_modules"], one["forbidden_modules"], one.get("ignore_imports", []))
+        for one in contracts
+        if one["type"] == "forbidden"
+    }
+    assert said == CONTRACTS
+    (layers,) = (one for one in contracts if one["type"] == "layers")
+    assert layers["exhaustive"] and not layers.get("ignore_imports")
 
 
 def test_the_import_contracts_hold() -> None:

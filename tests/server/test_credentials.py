@@ -394,7 +394,7 @@ def test_what_is_wrong_has_a_name(listening: ListeningDaemon, tls: ListeningDaem
     raises(listening.client_by("grpc-tcp", token="0" * 64), Unauthenticated, "not in the daemon's token file")
     raises(
         tls.client_by("grpc-tls", ca=str(pki().evil.ca)),
-        Unauthenticated,
+        Unavailable,
         ["certificate of 127.0.0.1", " is refused: unable to get local issuer"][0],
     )
     raises(mutual.client_by("grpc-tls"), Unavailable, "ask for a certificate")
@@ -415,7 +415,7 @@ def test_what_is_wrong_has_a_name(listening: ListeningDaemon, tls: ListeningDaem
 )
 def test_a_bad_certificate_of_the_daemon_has_a_name(which: str, words: str) -> None:
     with ListeningDaemon(tls=getattr(pki(), which)) as daemon:
-        raises(daemon.client_by("grpc-tls"), Unauthenticated, words)
+        raises(daemon.client_by("grpc-tls"), Unavailable, words)
 
 
 @pytest.mark.parametrize(

@@ -361,6 +361,8 @@ def test_the_ssd_tier_is_a_table_or_one_flag(tmp_path: Path) -> None:
         ("size=1TiB", "needs a path and a size"),
         ("path=/a,size=1TiB,size=2TiB", "write each key once"),
         ("path=/a,size=lots", "is not a size"),
+        ("path=/a,size=3MiB", "4194304 to 17592186044416 bytes"),
+        ("path=/a,size=17TiB", "4194304 to 17592186044416 bytes"),
         ("path=/a,size=1TiB,sync=maybe", "true or false"),
         ("path=/a,size=1TiB,speed=9", "its keys are path, size, sync, write, daily, free"),
         (7, "needs a path and a size"),

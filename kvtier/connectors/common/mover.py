@@ -64,7 +64,7 @@ def _call(part: Range, context: bytes) -> dict[str, Any]:
     return {"range_": part, "context": context, "deadline": CALL_SECONDS}
 
 
-class _Stop(Exception):
+class _Spoiled(Exception):
     """A save ends before this entry."""
 
 
@@ -289,7 +289,7 @@ class Mover:
                     if slot is not None:
                         clipped += self._copy(job, cache, first, entry, slot)
                     copied += 1
-        except _Stop:
+        except _Spoiled:
             return self._save_batch(job, cache, first, copied) if copied else 0  # what stands before it is of use
         stored = sum(fresh[: slots.sealed])
         if slots.sealed < n:
@@ -302,12 +302,12 @@ class Mover:
         return slots.sealed
 
     def _copy(self, job: _SaveJob, cache: Cache, first: int, entry: int, slot: Body) -> int:
-        """Copies one block out, as one act under the lock. Returns its clipped codes. Raises _Stop if it has a new
+        """Copies one block out, as one act under the lock. Returns its clipped codes. Raises _Spoiled if it has a new
         owner or a value is not finite: then the batch is copied anew from `first`, so these are fenced again."""
         with self._copying:
             if entry >= job.limit:
                 job.copied = first
-                raise _Stop
+                raise _Spoiled
             written = cache.write(job.ready, job.save.run.blocks[entry], slot)
             job.copied = entry + 1
         clipped, layer = cache.look(written)
@@ -317,7 +317,7 @@ class Mover:
             if layer not in self._logged:
                 self._logged.add(layer)
                 log.error("kvtier: layer %s has values that are not finite; such blocks are not stored", layer)
-            raise _Stop
+            raise _Spoiled
         return clipped
 
     def _may_spend(self) -> bool:

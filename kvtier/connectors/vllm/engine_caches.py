@@ -69,7 +69,7 @@ def inspect(config: Any, kv_config: Any, kv_caches: Tensors, tp_rank: int, asked
         made: GroupCaches | None = None
         for name in group.layer_names:
             own = spec.kv_cache_specs[name] if isinstance(spec, interface.UniformTypeKVCacheSpecs) else spec
-            reader, ratio = _Layer(name, modules[name], own), kv_caches[name].shape[0] // kv_config.num_blocks
+            reader, ratio = _EngineLayer(name, modules[name], own), kv_caches[name].shape[0] // kv_config.num_blocks
             parts = reader.read(kv_caches[name], kv_config.num_blocks, parallel.tensor_parallel_size, tp_rank)
             one = GroupCaches(reader.shape(config, tp_rank), reader.saver, ratio)
             made = made or one
@@ -121,7 +121,7 @@ def _quantizing(
     return made
 
 
-class _Layer:
+class _EngineLayer:
     """Reads one layer. `format`, a part of the namespace: how bytes were written. `packed`: for a CPU's kernels."""
 
     def __init__(self, name: str, module: Any, spec: Any) -> None:
