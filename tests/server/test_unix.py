@@ -70,6 +70,7 @@ def whole():
     read = all(is_body(view, n) for n, view in enumerate(lease))
     return read and all(is_body(slot, n) for n, slot in enumerate(fill, 1000))
 def cut():
+    attachment = client._connection.attach(1)
     for name in os.listdir("/proc/self/fd"):
         try:
             if os.readlink("/proc/self/fd/" + name).startswith("socket:"):
@@ -78,6 +79,7 @@ def cut():
                 one.close()
         except OSError:
             pass
+    until(lambda: attachment.gone, "the client notices: before, a call would join the session anew")
     return True
 while True:
     match hear():
