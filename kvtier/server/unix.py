@@ -40,7 +40,7 @@ PROTOCOL = 1
 MAX_UNKNOWN = 64  # sockets that have not sent a valid hello
 MAX_SOCKETS = 2048
 FIRST_REFUSAL, MAX_REFUSAL = 0.001, 0.1  # seconds that a malformed call costs: the first of a row, and at most
-MAX_LARGE = 8  # frames above `frames.SMALL` that are in memory at once
+MAX_LARGE = 8  # frames above `frames.SMALL` that are in memory at once, each with up to 4 MiB of what is made of it
 _SO_PEERPIDFD = 77
 _STACK_BYTES = 512 * 1024
 
