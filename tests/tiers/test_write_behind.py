@@ -113,6 +113,27 @@ def test_what_is_deleted_while_it_is_settled_does_not_come_back(works: Works, ti
     assert tier.find(works.one.keys([1])) == [True], "stored anew, it is settled anew"
 
 
+def test_a_delete_waits_for_the_write_under_way(works: Works, tier: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the block is known below for a moment after the answer, and for good after a kill in that moment."""
+    monkeypatch.setattr(write_behind, "SETTLING", PATIENCE)
+    tier.flowing.clear()
+    works.seal(1, 2)
+    assert tier.held.wait(PATIENCE)
+    done: list[list[bool]] = []
+
+    def delete() -> None:
+        works.store.delete(works.one.keys([1]))
+        done.append(works.store.known_each(works.one.keys([1, 2])))
+
+    thread = threading.Thread(target=delete, daemon=True)
+    thread.start()
+    time.sleep(0.1)
+    assert not done, "it waits"
+    tier.flowing.set()
+    thread.join(PATIENCE)
+    assert done == [[False, True]]
+
+
 def test_closing_drains_the_queue_and_a_hanging_tier_does_not_keep_it(tier: Counting) -> None:
     with Works(tier) as works:
         works.seal(*range(60))

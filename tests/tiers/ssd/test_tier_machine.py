@@ -129,6 +129,7 @@ class TierMachine(RuleBasedStateMachine):
     @rule(s=st.integers(0, 1), numbers=some)
     def delete(self, s: int, numbers: list[int]) -> None:
         keys = self.keys(s, numbers)
+        self.quiet()  # a write under way for longer than a delete waits is undone only when it has ended
         self.inside.store.delete(keys)
         assert not any(self.inside.store.lookup_each(keys)) and not any(self.on_disk(s, numbers))
         self.put_once -= {(s, n) for n in numbers}
