@@ -34,6 +34,7 @@ def test_many_readers_of_one_cold_block_make_one_read(works: Works, tier: Counti
 
 def test_a_failed_read_ends_all_that_wait_with_at_most_one_more(works: Works, tier: Counting) -> None:
     works.chill(1)
+    works.tiering._waiting = threading.BoundedSemaphore(16)  # else those beyond `MAX_WAITING` do not wait
     tier.failing = 1
     answers: list[list[int]] = []
     lock = threading.Lock()
