@@ -233,12 +233,12 @@ class Connection:
 
     def _confirm(self, attachment: Attachment) -> None:
         """Asks each idle socket that has posted releases whether they arrived: it may have broken since, and might not
-        be borrowed again. What did not arrive becomes a debt."""
-        doubtful = [sock for sock in list(attachment.idle) if sock.posted]
-        for sock in doubtful:
+        be borrowed again. What did not arrive becomes a debt. Ends at the first that does not answer."""
+        for _ in range(MAX_SOCKETS):
             with self._lock:
-                if sock not in attachment.idle:
-                    continue  # a call has it, or it is closed
+                sock = next((one for one in attachment.idle if one.posted), None)
+                if sock is None or attachment.gone:
+                    return
                 attachment.idle.remove(sock)
                 self._lent += 1
             broken = True
@@ -248,7 +248,7 @@ class Connection:
             except ErrorAnswer:
                 broken = False
             except KvtierError:
-                pass
+                return
             finally:
                 self._give_back(attachment, sock, broken)
 

@@ -105,6 +105,7 @@ class WriteBehind:
             for key in keys:
                 self._queue.pop(key, None)
                 self._asked.discard(key)
+            self._wake.notify_all()  # a flush may wait for them
             self._wake.wait_for(lambda: self._busy.isdisjoint(keys), SETTLING)
 
     def flush(self, keys: Sequence[bytes], namespace: Namespace, until: float) -> int:

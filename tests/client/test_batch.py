@@ -101,6 +101,31 @@ def test_a_release_lost_before_the_client_is_closed_leaves_nothing_held(
     daemon.quiet()
 
 
+def test_a_socket_that_a_call_had_meanwhile_is_left_alone(client: Patient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its releases may be answered between the look at it and its turn; the watcher must not end of that."""
+    assert client.lookup(client.register(space()), hashes([1])) == 0
+    connection = client._connection
+    attachment, lock = connection.attach(1), connection._lock
+
+    class CallsComeFirst:
+        def __enter__(self) -> Any:
+            for sock in attachment.idle:
+                sock.posted.clear()
+            return lock.__enter__()
+
+        def __exit__(self, *error: Any) -> Any:
+            return lock.__exit__(*error)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(lock, name)
+
+    for sock in attachment.idle:
+        sock.posted.append((0, 1))
+    monkeypatch.setattr(connection, "_lock", CallsComeFirst())
+    connection.pay(attachment)
+    assert not attachment.gone
+
+
 def lose_a_release(client: Patient, ns: Any, monkeypatch: pytest.MonkeyPatch) -> list[UnixSocket]:
     """A lease whose release is said into the air, on a socket that breaks then and that no call need use again."""
     wires: list[UnixSocket] = []
