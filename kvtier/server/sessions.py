@@ -61,8 +61,8 @@ class Session:
         self._ended = False
         self._reservations: dict[int, Reservation] = {}
         self._leases: dict[int, list[int | None]] = {}  # row per key in the request's order, None once released
-        # id -> (entries of a reservation, those that were lost)
-        self._finished: OrderedDict[int, tuple[int, Set[int]]] = OrderedDict()
+        # id -> (entries of a reservation, those that were lost); None: it was given up before it was given
+        self._finished: OrderedDict[int, tuple[int, Set[int]] | None] = OrderedDict()
 
     def allow(self, role: int) -> None:
         """Raises Denied if the peer's role is less."""
@@ -90,10 +90,10 @@ class Session:
 
     def seal(self, id_: int, indices: Sequence[int], checksums: Sequence[int] | None = None) -> int:
         """Makes entries visible (no indices: all). Returns how many are stored, aborted ones excepted. Idempotent."""
-        reservation = self._open(id_)
+        reservation = self._open(id_, give_up=False)
         if reservation is None:
             with self._lock:
-                entries, lost = self._finished.get(id_, (0, frozenset()))
+                entries, lost = self._finished.get(id_) or (0, frozenset())
             return sum(i not in lost for i in _entries(indices, entries))
         try:
             return self._store.seal(self._account, reservation, _entries(indices, len(reservation.rows)), checksums)
@@ -102,7 +102,7 @@ class Session:
 
     def abort(self, id_: int, indices: Sequence[int]) -> int:
         """Gives entries of a reservation back (no indices: all). Returns how many slots were freed. Idempotent."""
-        reservation = self._open(id_)
+        reservation = self._open(id_, give_up=True)
         if reservation is None:
             return 0
         freed = self._store.abort(self._account, reservation, _entries(indices, len(reservation.rows)))
@@ -131,7 +131,7 @@ class Session:
         with self._lock:
             rows = self._leases.get(id_)
             if rows is None:
-                self._check_finished(id_)
+                self._check_finished(id_, give_up=True)
                 return 0
             if not indices:
                 del self._leases[id_]
@@ -216,16 +216,20 @@ class Session:
             self._check_unused(id_)
             table[id_] = held
 
-    def _open(self, id_: int) -> Reservation | None:
+    def _open(self, id_: int, give_up: bool) -> Reservation | None:
         """The open reservation of an id, None for a finished one. Raises NotFound for one that never was."""
         with self._lock:
             found = self._reservations.get(id_)
             if found is None:
-                self._check_finished(id_)
+                self._check_finished(id_, give_up)
             return found
 
-    def _check_finished(self, id_: int) -> None:
-        if id_ not in self._finished:
+    def _check_finished(self, id_: int, give_up: bool) -> None:
+        """Under the lock. Raises NotFound for an id that was never given. `give_up`: it can be given no more then, as
+        the call that would have given it may still be on its way."""
+        if self._finished.get(id_) is None:
+            if give_up:
+                self._note(id_, None)
             raise NotFound(f"id {id_} was not given in this session, or was finished long ago")
 
     def _finish(self, id_: int, reservation: Reservation) -> None:
@@ -236,7 +240,10 @@ class Session:
 
     def _remember(self, id_: int, entries: int = 0, lost: Set[int] = frozenset()) -> None:
         """Under the lock. Of a lease nothing is kept but its id."""
-        self._finished[id_] = (entries, lost)
+        self._note(id_, (entries, lost))
+
+    def _note(self, id_: int, how: tuple[int, Set[int]] | None) -> None:
+        self._finished[id_] = how
         if len(self._finished) > MAX_FINISHED:
             self._finished.popitem(last=False)
 

@@ -719,7 +719,8 @@ def test_an_answer_that_cannot_be_delivered_is_taken_back(daemon: Daemon) -> Non
         until(lambda: daemon.status()["sockets"] <= sockets + 1, "the sockets are gone")
         for id_ in range(1, 40):  # some answers were on their way before the close: these calls count
             first.call(Verb.ABORT if id_ % 2 else Verb.RELEASE, pb.Held(id=id_))
-        assert daemon.status()["reserved_blocks"] == 0
+        # One that is served only now finds its id given up, and holds nothing for longer than a moment.
+        until(lambda: daemon.status()["reserved_blocks"] == 0, "nothing stays reserved")
 
 
 def test_one_process_with_many_sockets(daemon: Daemon) -> None:

@@ -806,3 +806,19 @@ def test_errors_are_ours(inside: Inside, space: Space) -> None:
             pass
     inside.check()
     assert 0 < answers < 2000
+
+
+def test_an_id_that_was_given_up_before_it_was_given_can_be_given_no_more(inside: Inside, space: Space) -> None:
+    """The abort or release of a call that its client has given up may overtake that call."""
+    session = inside.session()
+    inside.put(session, 1, space, [1])
+    for give_up, id_ in ((session.abort, 2), (session.release, 3)):
+        with pytest.raises(NotFound):
+            give_up(id_, ())
+    with pytest.raises(Invalid, match="used before"):
+        session.reserve(2, *space.asked([2]))
+    with pytest.raises(Invalid, match="used before"):
+        session.lease(3, space.keys([1]))
+    assert session.held_bytes == 0
+    with pytest.raises(NotFound):
+        session.abort(2, ())
